@@ -1,0 +1,241 @@
+"""Every kind of journal record: its MESSAGE_ID, its priority, its one sentence, its fields.
+
+Pure: a record is a value, and somebody else sends it. The ids and the names of the fields are read by other people's
+dashboards and by the message catalog (units/gpuprestart.catalog); they never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+from .model import Action, Decision, Fate, Gpu, GpuState, Outcome, Owner, OwnerKind, Verdict
+from .report import held, sentence, usage, who
+from .text import mib, printable
+
+MESSAGE_IDS: Mapping[str, str] = {
+    "run-started": "776978dba4fc63904aff245bf64989da",
+    "holder-found": "0408b3daa17a52371bdd070807e8c0ee",
+    "holder-signalled": "2ae5bb64dc6033671d6a65d697f1d093",
+    "holder-gone": "76c501fd1bb67c06ecf7cabbf8a8a52f",
+    "holder-survived": "172abcceaa4f7a4221b440f14d0ffdd3",
+    "memory-freed": "3813ccca793d2ee11d1d9331c67c5b19",
+    "gpu-verdict": "9d05bd6d6bf669631a6fa13c528f1c7a",
+    "verdict": "dc832c83b1b367bd44ed134e9c2ec2f3",
+    "warning": "9782a2a069d506afc467e933f9704cd7",
+}
+
+CRIT, ERR, WARNING, NOTICE, INFO, DEBUG = 2, 3, 4, 5, 6, 7
+
+#: A tuple is a field with several values, as the journal knows them: ``journalctl GPU_UUID=…`` finds each of them.
+Value = Union[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every record of a run carries."""
+
+    unit: Optional[str]
+    run: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record: PRIORITY is a syslog number, and no field is empty."""
+
+    message: str
+    message_id: str
+    priority: int
+    fields: Mapping[str, Value] = field(default_factory=dict)
+
+
+def run_started(
+    context: Context, *, gpus: Sequence[Gpu], policy_files: Sequence[str], deadline: float, version: str
+) -> Record:
+    policy = ", ".join(policy_files) or "the built-in policy"
+    what = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+    message = f"Judging {what} for {context.unit or 'no unit'} by {policy}, within {deadline:g} s"
+    fields = {**_gpu_names(gpus), "GPUPRESTART_POLICY": tuple(policy_files), "GPUPRESTART_VERSION": version}
+    return _record("run-started", INFO, message, context, fields)
+
+
+# Holders -------------------------------------------------------------------------------------------------------------
+
+_FOUND: Mapping[Action, tuple[int, str]] = {
+    Action.KILL: (NOTICE, "it is to be ended"),
+    Action.SPARE: (INFO, "it is spared"),
+    Action.REFUSE: (WARNING, "it may not be ended"),
+    Action.WAIT: (NOTICE, "waiting for it to go"),
+    Action.NONE: (DEBUG, "it is left alone"),
+}
+
+_FATES: Mapping[Fate, str] = {
+    Fate.EXITED: "exited on its own",
+    Fate.TERMINATED: "ended by SIGTERM",
+    Fate.KILLED: "ended by SIGKILL",
+    Fate.SURVIVED: "survived SIGKILL",
+    Fate.GONE: "gone before it could be signalled",
+}
+
+
+def holder_found(context: Context, decision: Decision, gpus: Sequence[GpuState]) -> Record:
+    """``gpus`` here and below are all selected GPUs; the record names those that the holder is tied to."""
+    priority, what = _FOUND[decision.action]
+    message = f"{_where(decision, gpus)}: {who(decision, gpus)} {decision.reason}; {what}"
+    return _about_holder("holder-found", priority, message, context, decision, gpus)
+
+
+def holder_signalled(context: Context, decision: Decision, gpus: Sequence[GpuState], *, signal_name: str) -> Record:
+    message = f"{_where(decision, gpus)}: sent {signal_name} to {who(decision, gpus)}, which {decision.reason}"
+    priority = WARNING if signal_name == "SIGKILL" else NOTICE
+    fields = {"GPUPRESTART_SIGNAL": signal_name}
+    return _about_holder("holder-signalled", priority, message, context, decision, gpus, fields)
+
+
+def holder_gone(
+    context: Context, decision: Decision, gpus: Sequence[GpuState], *, fate: Fate, seconds: Optional[float] = None
+) -> Record:
+    after = "" if seconds is None else f" after {seconds:.1f} s"
+    message = f"{_where(decision, gpus)}: {who(decision, gpus)}, which {decision.reason}: {_FATES[fate]}{after}"
+    return _about_holder("holder-gone", INFO, message, context, decision, gpus, {"HOLDER_FATE": fate.value})
+
+
+def holder_survived(
+    context: Context, decision: Decision, gpus: Sequence[GpuState], *, seconds: float, state: str, wchan: str = ""
+) -> Record:
+    stuck = f"in state {state}" + (f" at {wchan}" if wchan else "")
+    message = f"{_where(decision, gpus)}: {who(decision, gpus)} is still there {seconds:.1f} s after SIGKILL, {stuck}"
+    fields = {"HOLDER_FATE": Fate.SURVIVED.value, "HOLDER_STATE": state, "HOLDER_WCHAN": wchan}
+    return _about_holder("holder-survived", ERR, f"{message}; it {decision.reason}", context, decision, gpus, fields)
+
+
+# GPUs ----------------------------------------------------------------------------------------------------------------
+
+
+def memory_freed(context: Context, before: GpuState, after: GpuState, *, seconds: float) -> Record:
+    was = before.reading.memory
+    start = "an unknown amount" if was is None else mib(was.used)
+    message = f"{after.gpu}: back from {start} to {usage(after)}, after {seconds:.1f} s"
+    fields = {**_figures(after), "GPU_USED_BEFORE_BYTES": "" if was is None else str(was.used)}
+    return _record("memory-freed", INFO, message, context, fields)
+
+
+def gpu_verdict(context: Context, state: GpuState) -> Record:
+    memory = state.reading.memory
+    if state.clean:
+        return _record("gpu-verdict", INFO, f"{state.gpu} is clean: {usage(state)}", context, _figures(state))
+    unexplained = f", {mib(state.unattributed)} of it unattributed" if state.unattributed else ""
+    why = f": {state.fault}" if state.fault and not (memory and memory.used > state.limit) else ""
+    message = f"{state.gpu} is not clean: {usage(state)}{unexplained}{why}"
+    return _record("gpu-verdict", WARNING, message, context, _figures(state))
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+#: Every other outcome is a refusal.
+_WEIGHTS: Mapping[Outcome, int] = {
+    Outcome.CLEAN: INFO,
+    Outcome.NONE: INFO,
+    Outcome.CLEANED: NOTICE,
+    Outcome.BYPASSED: WARNING,
+    Outcome.INTERNAL: CRIT,
+}
+
+
+def verdict(verdict: Verdict) -> Record:
+    fields: dict[str, Value] = {
+        "GPUPRESTART_OUTCOME": verdict.outcome.value,
+        "GPUPRESTART_OUTCOMES": tuple(outcome.value for outcome in verdict.outcomes),
+        "GPUPRESTART_EXIT": str(verdict.exit),
+        "GPUPRESTART_HINT": verdict.hints,
+        **_gpu_names([state.gpu for state in verdict.gpus]),
+    }
+    context = Context(unit=verdict.unit, run=verdict.run)
+    return _record("verdict", _WEIGHTS.get(verdict.outcome, ERR), sentence(verdict), context, fields)
+
+
+def warning(context: Context, text: str, *, gpu: Optional[Gpu] = None) -> Record:
+    """Something that a person should know and that does not decide: a GPU lost beside ours, a list not believed."""
+    return _record("warning", WARNING, text, context, _gpu_names([gpu] if gpu else []))
+
+
+# Their parts ---------------------------------------------------------------------------------------------------------
+
+
+def _record(event: str, priority: int, message: str, context: Context, fields: Mapping[str, Value]) -> Record:
+    """The one place where text becomes part of a record: printable, bounded, and nothing empty."""
+    common: dict[str, Value] = {
+        "GPUPRESTART_EVENT": event,
+        "GPUPRESTART_UNIT": context.unit or "",
+        "GPUPRESTART_RUN": context.run,
+    }
+    clean: dict[str, Value] = {}
+    for name, value in {**common, **fields}.items():
+        values = tuple(printable(each, 2000) for each in ((value,) if isinstance(value, str) else value) if each)
+        if values:
+            clean[name] = values[0] if len(values) == 1 else values
+    return Record(printable(message, 2000), MESSAGE_IDS[event], priority, clean)
+
+
+def _about_holder(
+    event: str,
+    priority: int,
+    message: str,
+    context: Context,
+    decision: Decision,
+    gpus: Sequence[GpuState],
+    more: Optional[Mapping[str, Value]] = None,
+) -> Record:
+    holder, process = decision.holder, decision.holder.process
+    concerned = _concerned(decision, gpus)
+    share = holder.bytes_on([state.gpu.uuid for state in gpus])
+    fields: dict[str, Value] = {
+        **(_figures(concerned[0]) if len(concerned) == 1 else _gpu_names([state.gpu for state in concerned])),
+        "HOLDER_PID": str(process.pid),
+        "HOLDER_COMM": process.comm,
+        "HOLDER_UID": str(process.uid),
+        "HOLDER_OWNER": holder.owner.word,
+        "HOLDER_EVIDENCE": ",".join(holder.evidence),
+        "HOLDER_BYTES": "" if share is None else str(share),
+        "HOLDER_CMDLINE": process.cmdline or "",
+        "GPUPRESTART_RULE": decision.rule or "",
+        "GPUPRESTART_ACTION": decision.action.value,
+        "OBJECT_SYSTEMD_UNIT": _object(context, holder.owner),
+        **(more or {}),
+    }
+    return _record(event, priority, message, context, fields)
+
+
+def _object(context: Context, owner: Owner) -> str:
+    """The other unit in whose own log this record is to be read too. journald believes this field of root only.
+
+    Never OBJECT_PID=: journald would then store the whole command line of the process beside it, secrets and all.
+    """
+    if owner.kind is not OwnerKind.UNIT or owner.unit is None or owner.unit.name == context.unit:
+        return ""
+    return owner.unit.name
+
+
+def _concerned(decision: Decision, gpus: Sequence[GpuState]) -> list[GpuState]:
+    uuids = held(decision.holder)
+    return [state for state in gpus if state.gpu.uuid in uuids]
+
+
+def _where(decision: Decision, gpus: Sequence[GpuState], most: int = 4) -> str:
+    concerned = _concerned(decision, gpus)
+    named = [f"{state.gpu} ({usage(state)})" for state in concerned[:most]]
+    more = [f"{len(concerned) - most} more"] if len(concerned) > most else []
+    return ", ".join(named + more) or "on no selected GPU"
+
+
+def _gpu_names(gpus: Sequence[Gpu]) -> dict[str, Value]:
+    return {"GPU_UUID": tuple(gpu.uuid for gpu in gpus), "GPU_INDEX": tuple(str(gpu.index) for gpu in gpus)}
+
+
+def _figures(state: GpuState) -> dict[str, Value]:
+    memory = state.reading.memory
+    used = "" if memory is None else str(memory.used)
+    limit = "" if memory is None else str(state.limit)
+    return {**_gpu_names([state.gpu]), "GPU_USED_BYTES": used, "GPU_LIMIT_BYTES": limit}

@@ -1,0 +1,121 @@
+"""The only sender of signals: pidfd, verify, SIGTERM, grace, SIGKILL.
+
+Whom to end is decided by the judge and asked of it again before every signal, because between two looks a process may
+have been replaced, moved to another cgroup, or found an owner. What happens is told to a witness as it happens, so that
+nothing is lost when the run is cut short.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Callable, Protocol
+
+from .host import pidfd
+from .model import Decision, Fate, Wait
+
+#: Which of these are still to be ended, each as it is now, after another look at the process and its owner.
+StillStale = Callable[[Sequence[Decision]], Sequence[Decision]]
+
+
+class Witness(Protocol):
+    """Is told what happens to holders, at once."""
+
+    def signalled(self, decision: Decision, name: str) -> None: ...
+
+    def refused(self, decision: Decision, name: str) -> None: ...
+
+    def ended(self, decision: Decision, fate: Fate) -> None: ...
+
+
+@dataclass(frozen=True)
+class Target:
+    decision: Decision
+    pidfd: int
+
+
+def evict(
+    decisions: Sequence[Decision],
+    *,
+    still_stale: StillStale,
+    witness: Witness,
+    wait: Wait,
+    clock: Callable[[], float],
+    grace: float,
+    deadline: float,
+) -> None:
+    """End these holders: SIGTERM, ``grace`` seconds, SIGKILL, and wait until they are dead or the deadline has come.
+
+    A holder whose whole thread group is dead is told to the witness as ended; one that is told neither as ended nor as
+    refused is still there, or was not touched because it is no longer the holder that was judged.
+    """
+    with _opened(decisions, witness) as targets:
+        told = _signal(targets, signal.SIGTERM, still_stale, witness)
+        left = _await(told, min(clock() + grace, deadline), Fate.TERMINATED, witness, wait, clock)
+        if left and clock() < deadline:
+            told = _signal(left, signal.SIGKILL, still_stale, witness)
+            _await(told, deadline, Fate.KILLED, witness, wait, clock)
+
+
+@contextmanager
+def _opened(decisions: Sequence[Decision], witness: Witness) -> Iterator[list[Target]]:
+    """A pidfd for each. Opening comes before any other check, so that all checks are about whom the pidfd holds."""
+    with ExitStack() as stack:
+        targets = []
+        for decision in decisions:
+            descriptor = pidfd.open_pidfd(decision.holder.process.pid)
+            if descriptor is None:
+                witness.ended(decision, Fate.EXITED)
+                continue
+            stack.callback(pidfd.close, descriptor)
+            targets.append(Target(decision=decision, pidfd=descriptor))
+        yield targets
+
+
+def _signal(
+    targets: Sequence[Target], number: signal.Signals, still_stale: StillStale, witness: Witness
+) -> list[Target]:
+    """Send a signal to those that are still stale, and return those that got it."""
+    descriptors = {target.decision.holder.process.identity: target.pidfd for target in targets}
+    told = []
+    for decision in still_stale([target.decision for target in targets]):
+        target = Target(decision=decision, pidfd=descriptors[decision.holder.process.identity])
+        if _send(target, number, witness):
+            told.append(target)
+            # A stopped process keeps SIGTERM pending until it is continued; without this the whole grace is wasted.
+            if number is signal.SIGTERM and decision.holder.process.state == "T":
+                _send(target, signal.SIGCONT, witness)
+    return told
+
+
+def _send(target: Target, number: signal.Signals, witness: Witness) -> bool:
+    try:
+        delivered = pidfd.send(target.pidfd, number)
+    except PermissionError:
+        witness.refused(target.decision, number.name)
+        return False
+    if delivered:
+        witness.signalled(target.decision, number.name)
+    # One that died of itself in the meantime is found dead by the wait that follows.
+    return True
+
+
+def _await(
+    targets: Collection[Target],
+    until: float,
+    fate: Fate,
+    witness: Witness,
+    wait: Wait,
+    clock: Callable[[], float],
+) -> list[Target]:
+    """Wait for deaths; returns those alive at ``until``. A pidfd is readable once the whole thread group is dead."""
+    alive = {target.pidfd: target for target in targets}
+    while alive:
+        dead = wait(alive, max(0.0, until - clock()))
+        for descriptor in dead:
+            witness.ended(alive.pop(descriptor).decision, fate)
+        if not dead and clock() >= until:
+            break
+    return list(alive.values())

@@ -1,0 +1,149 @@
+"""A forked process that answers questions, so that an answer that never comes can be abandoned together with it.
+
+A thread stuck in a driver call keeps its whole process from being reaped; a child can be left behind. It knows nothing
+of what it is asked: requests and answers are plain values (numbers, strings, tuples, lists, dicts) carried by marshal,
+which costs no import. Both ends are the same program on the same machine, so marshal's version cannot differ.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import signal
+import time
+from typing import Any, Callable
+
+from ..model import Died, Silent, Wait
+
+#: How long a child that was sent SIGKILL may take before it is left behind as stuck in the kernel.
+REAP = 0.2
+
+
+class Child:
+    """``answer`` runs in the child, once for every request, and must return a plain value.
+
+    ``at_fork`` runs first in the child. Forking is done here and now: construct it before the heavy imports.
+    """
+
+    def __init__(self, *, answer: Callable[[Any], Any], wait: Wait, at_fork: Callable[[], None]) -> None:
+        self._wait = wait
+        child_reads, self._requests = os.pipe2(os.O_CLOEXEC)
+        self._answers, child_writes = os.pipe2(os.O_CLOEXEC)
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(self._requests)
+                os.close(self._answers)
+                at_fork()
+                _serve(answer, child_reads, child_writes)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(child_reads)
+        os.close(child_writes)
+
+    def send(self, request: Any) -> None:
+        """Ask without waiting. Requests are small: a pipe takes them whole even when nobody reads."""
+        try:
+            os.write(self._requests, _framed(request))
+        except BrokenPipeError:
+            pass  # The next receive() finds the end of the file and says how the child ended.
+
+    def receive(self, timeout: float) -> Any:
+        """The answer to the oldest open request. Raises Silent after ``timeout`` seconds, Died, Interrupted."""
+        deadline = time.monotonic() + timeout
+        size = int.from_bytes(self._read(4, deadline), "little")
+        return marshal.loads(self._read(size, deadline))
+
+    def ask(self, request: Any, timeout: float) -> Any:
+        self.send(request)
+        return self.receive(timeout)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        parts = b""
+        while len(parts) < size:
+            if not self._wait([self._answers], deadline - time.monotonic()):
+                raise Silent
+            part = os.read(self._answers, size - len(parts))
+            if not part:
+                raise Died(self._end())
+            parts += part
+        return parts
+
+    def _end(self) -> str:
+        status = self._reap(1.0)
+        if status is None:
+            return "closed its answers and hangs"
+        if os.WIFSIGNALED(status):
+            return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        return f"exited with status {os.waitstatus_to_exitcode(status)}"
+
+    def _reap(self, timeout: float) -> int | None:
+        """Wait status of the child, or None if it is not dead within ``timeout`` seconds."""
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            if not self._wait([pidfd], timeout):
+                return None
+        finally:
+            os.close(pidfd)
+        _, status = os.waitpid(self.pid, 0)
+        self.pid = 0
+        return status
+
+    def end(self) -> bool:
+        """End the child. False if SIGKILL did not: then it is stuck in the kernel, and ``pid`` names it."""
+        for descriptor in (self._requests, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._requests = self._answers = -1
+        if not self.pid:
+            return True
+        os.kill(self.pid, signal.SIGKILL)  # Our own unreaped child: its PID cannot have been given to another.
+        return self._reap(REAP) is not None
+
+
+def _framed(value: Any) -> bytes:
+    body = marshal.dumps(value)
+    return len(body).to_bytes(4, "little") + body
+
+
+def _serve(answer: Callable[[Any], Any], requests: int, answers: int) -> None:
+    """Answer until the parent closes its end, which it also does by dying."""
+    with open(requests, "rb") as source, open(answers, "wb", buffering=0) as sink:
+        while head := source.read(4):
+            sink.write(_framed(answer(marshal.loads(source.read(int.from_bytes(head, "little"))))))
+
+
+class Questions:
+    """Puts questions to a child and starts another one when it hangs or dies; None is an answer that never came.
+
+    After ``patience`` such children it gives up asking, so that a machine full of wedged processes costs seconds, not
+    minutes. ``pids`` are those of all children that may still be there.
+    """
+
+    def __init__(self, start: Callable[[], Child], *, patience: int = 3) -> None:
+        self._start = start
+        self._patience = patience
+        self._child: Child | None = None
+        self.pids: set[int] = set()
+
+    def __call__(self, request: Any, timeout: float) -> Any:
+        if not self._patience:
+            return None
+        if self._child is None:
+            self._child = self._start()
+            self.pids.add(self._child.pid)
+        try:
+            return self._child.ask(request, timeout)
+        except (Silent, Died):
+            self._patience -= 1
+            self.end()
+            return None
+
+    def end(self) -> None:
+        if self._child is not None:
+            pid = self._child.pid
+            if self._child.end():
+                self.pids.discard(pid)
+            self._child = None

@@ -1,0 +1,36 @@
+"""Processes held by pidfd: the descriptor stays with the process that it was opened for, whatever becomes of its PID.
+
+It knows how to open, signal and ask for death; whom to signal is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A pidfd for the process, or None if it is gone or just going.
+
+    pidfd_open(2) answers ESRCH for a process that is gone, and EINVAL for one that is exiting or a mere thread.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ESRCH, errno.EINVAL):
+            return None
+        raise
+
+
+def send(pidfd: int, number: signal.Signals) -> bool:
+    """Send a signal; False if the process is gone. Raises PermissionError where the kernel or a security module refuses."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def close(pidfd: int) -> None:
+    os.close(pidfd)

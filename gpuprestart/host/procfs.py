@@ -1,0 +1,286 @@
+"""What /proc says of processes: who they are, which cgroup they are in, which device nodes they have open.
+
+A process that vanished is None or simply absent, never an exception. Only files that cannot block are read here, but
+for ``slow``, which runs in a child: cmdline, maps and name services can hang for ever (leptonai/gpud, pkg/process).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..model import Process
+
+#: So many words of a command line are enough to know a process by; a program may have a quarter of a million.
+CMDLINE_WORDS = 512
+
+#: Inode of the initial PID namespace (PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h).
+INITIAL_PID_NAMESPACE = 4026531836
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One pass over all descriptors: PID -> device numbers of interest that it has open, in any thread."""
+
+    opened: Mapping[int, frozenset[int]]
+    #: Processes that refused to be looked at. They may hold anything.
+    unreadable: tuple[int, ...]
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def read(pid: int) -> Process | None:
+    """Who a process is now, or None if there is no such process or only its corpse: a true zombie holds nothing.
+
+    A zombie leader with a live thread also shows state Z; it still has threads, and it is alive.
+    """
+    try:
+        directory = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # Everything is read below one descriptor of the directory, so it is all of the same process.
+        comm, fields = parse_stat(_bytes(directory, "stat"))
+        state = fields[0]
+        if state in ("Z", "X") and int(fields[17]) <= 1:
+            return None
+        return Process(
+            pid=pid,
+            started=int(fields[19]),
+            began=int(fields[19]) / TICKS,
+            ppid=int(fields[1]),
+            comm=comm,
+            state=state,
+            uid=_effective_uid(_bytes(directory, "status")),
+            cgroup=parse_cgroup(_bytes(directory, "cgroup")),
+            exe=_exe(directory),
+            exe_trusted=_exe_trusted(directory),
+            pid_namespace=_pid_namespace(directory),
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    finally:
+        os.close(directory)
+
+
+def lineage(pid: int) -> list[int]:
+    """The process and its ancestors, nearest first. It ends early where one of them is just going."""
+    line: list[int] = []
+    while pid > 0 and pid not in line:
+        line.append(pid)
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                pid = int(parse_stat(file.read())[1][1])
+        except (FileNotFoundError, ProcessLookupError):
+            break
+    return line
+
+
+def parse_stat(text: bytes) -> tuple[str, list[str]]:
+    """(comm, the fields from state on). A comm may hold spaces, brackets and newlines: it ends at the last ``)``."""
+    opening, closing = text.index(b"("), text.rindex(b")")
+    return os.fsdecode(text[opening + 1 : closing]), text[closing + 2 :].decode("ascii").split()
+
+
+def parse_cgroup(text: bytes) -> str:
+    """The cgroup path that systemd manages, or ``?`` where /proc shows none.
+
+    On a hybrid machine it stands on the ``name=systemd`` line while ``0::`` is at the root, as it does on cgroup v1.
+    """
+    unified = named = None
+    for line in text.split(b"\n"):
+        hierarchy, _, rest = line.partition(b":")
+        controllers, _, path = rest.partition(b":")
+        if hierarchy == b"0" and not controllers:
+            unified = path
+        elif controllers == b"name=systemd":
+            named = path
+    chosen = named if unified in (None, b"/") and named is not None else unified
+    return "?" if chosen is None else os.fsdecode(chosen)
+
+
+def own_cgroup() -> str:
+    """The cgroup that we are in, as ``parse_cgroup`` has it."""
+    with open("/proc/self/cgroup", "rb") as file:
+        return parse_cgroup(file.read())
+
+
+def _effective_uid(status: bytes) -> int:
+    for line in status.split(b"\n"):
+        if line.startswith(b"Uid:"):
+            return int(line.split()[2])
+    return -1
+
+
+def _exe(directory: int) -> str | None:
+    """The executable's path; None for kernel threads and for processes that we may not look into."""
+    try:
+        return os.readlink("exe", dir_fd=directory)
+    except OSError:
+        return None
+
+
+def _exe_trusted(directory: int) -> bool:
+    """Whether the program on disk is root's and nobody else can write it; the link is followed to the open file."""
+    try:
+        status = os.stat("exe", dir_fd=directory)
+    except OSError:
+        return False
+    return status.st_uid == 0 and not status.st_mode & 0o022
+
+
+def _pid_namespace(directory: int) -> int:
+    try:
+        return os.stat("ns/pid", dir_fd=directory).st_ino
+    except OSError:
+        return 0
+
+
+def _bytes(directory: int, name: str) -> bytes:
+    descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        parts = []
+        while part := os.read(descriptor, 65536):
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(devices: Iterable[int], candidates: Iterable[int]) -> Sweep:
+    """Which of the candidates have which of these character devices open, matched by device number.
+
+    The number, not the path or the inode: container runtimes make nodes of their own for the same device. A descriptor
+    that is in flight in a socket is in no table and is not found.
+    """
+    wanted = frozenset(devices)
+    opened: dict[int, frozenset[int]] = {}
+    unreadable = []
+    for pid in candidates:
+        try:
+            found = _devices_of(pid, wanted)
+        except PermissionError:
+            unreadable.append(pid)
+            continue
+        if found:
+            opened[pid] = found
+    return Sweep(opened=opened, unreadable=tuple(unreadable))
+
+
+def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
+    """Device numbers that any thread of the process has open.
+
+    Threads nearly always share one table, but they need not, and a leader that has exited shows an empty one while its
+    threads live on; so each table is looked at once.
+    """
+    try:
+        threads = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
+    except (FileNotFoundError, ProcessLookupError):
+        return frozenset()
+    found: set[int] = set()
+    scanned: list[int] = []
+    for thread in threads:
+        if any(_share_table(pid, other, thread) for other in scanned):
+            continue
+        numbers = _open_devices(f"/proc/{pid}/task/{thread}/fd", wanted)
+        if numbers is not None:
+            scanned.append(thread)
+            found |= numbers
+    return frozenset(found)
+
+
+def _share_table(pid: int, one: int, other: int) -> bool:
+    """Whether two threads share their descriptors, by kcmp(2); in doubt they do not, which only costs a second look."""
+    return kcmp_files(one, other) == 0
+
+
+def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
+    """Wanted device numbers in one fd directory; None if there is nothing to see, as for an exited leader."""
+    try:
+        table = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    found = set()
+    try:
+        names = os.listdir(table)
+        for name in names:
+            try:
+                status = os.stat(name, dir_fd=table)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if status.st_rdev in wanted and stat.S_ISCHR(status.st_mode):
+                found.add(status.st_rdev)
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    finally:
+        os.close(table)
+    return found if names else None
+
+
+_syscall: Any = None
+#: SYS_kcmp by machine, from the kernel's system call tables.
+_KCMP = {"x86_64": 312, "aarch64": 272, "ppc64le": 354, "s390x": 343}
+_KCMP_FILES = 2
+
+
+def kcmp_files(one: int, other: int) -> int:
+    """kcmp(one, other, KCMP_FILES): 0 if both tasks have one descriptor table, -1 if the kernel does not tell."""
+    global _syscall
+    number = _KCMP.get(os.uname().machine)
+    if number is None:
+        return -1
+    if _syscall is None:
+        import ctypes
+
+        _syscall = ctypes.CDLL(None, use_errno=True).syscall
+        _syscall.restype = ctypes.c_long
+    return int(_syscall(number, one, other, _KCMP_FILES, 0, 0))
+
+
+def device_number(path: str) -> int | None:
+    """The device number of a character device node, or None if there is no such node."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_rdev if stat.S_ISCHR(status.st_mode) else None
+
+
+def own_pid_namespace() -> int:
+    """Inode of our PID namespace."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def wchan(pid: int) -> str:
+    """The kernel function in which a process sleeps, or empty where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/wchan", "rb") as file:
+            name = file.read(128).decode("ascii", "replace")
+    except OSError:
+        return ""
+    return "" if name == "0" else name
+
+
+def slow(request: tuple[str, Any]) -> Any:
+    """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("user", uid)``, ``("uid", name)``."""
+    verb, argument = request
+    if verb == "cmdline":
+        import psutil
+
+        try:
+            return psutil.Process(argument).cmdline()[:CMDLINE_WORDS]
+        except psutil.Error:
+            return None
+    import pwd
+
+    try:
+        return pwd.getpwuid(argument).pw_name if verb == "user" else pwd.getpwnam(argument).pw_uid
+    except KeyError:
+        return None

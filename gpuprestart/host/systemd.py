@@ -1,0 +1,127 @@
+"""What systemd itself says of its units, through ``systemctl show``: many units in one call.
+
+It answers with what systemd printed and judges nothing. No answer, or a broken one, is a SystemdError.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ..model import Unit, Wait
+
+#: Absolute: nothing on the way of a server start is looked up in a PATH.
+SYSTEMCTL = "/usr/bin/systemctl"
+
+#: The environment of everything that is run from here. Without the caller's own, nothing in it can change an answer.
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
+
+PROPERTIES = (
+    "Id",
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "ControlGroup",
+    "Type",
+    "User",
+    "ControlPID",
+    "MainPID",
+    "ConditionTimestampMonotonic",
+    "TimeoutStopUSec",
+    "Result",
+)
+
+
+class SystemdError(Exception):
+    """systemd could not be asked; the text says why."""
+
+
+class Systemd:
+    """systemd by way of its own command, asked with a timeout in seconds for every call."""
+
+    def __init__(self, wait: Wait, *, systemctl: str = SYSTEMCTL, timeout: float = 10.0) -> None:
+        self._wait = wait
+        self._systemctl = systemctl
+        self._timeout = timeout
+
+    def units(self, names: Sequence[str]) -> dict[str, Unit]:
+        """Each unit by the name it was asked for. One that systemd does not know is ``not-found`` and ``inactive``."""
+        if not names:
+            return {}
+        output = self._run(["show", "--no-pager", f"--property={','.join(PROPERTIES)}", "--", *names])
+        blocks = output.strip("\n").split("\n\n")
+        if len(blocks) != len(names):
+            raise SystemdError(f"systemctl show answered for {len(blocks)} units when asked for {len(names)}")
+        return {name: _unit(block) for name, block in zip(names, blocks)}
+
+    def properties(self, name: str, wanted: Sequence[str]) -> dict[str, str]:
+        """These properties of one unit, as systemctl prints them; one that it does not have is absent."""
+        return _pairs(self._run(["show", "--no-pager", f"--property={','.join(wanted)}", "--", name]))
+
+    def _run(self, arguments: Sequence[str]) -> str:
+        import subprocess
+
+        try:
+            process = subprocess.Popen(
+                [self._systemctl, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd="/",
+            )
+        except OSError as error:
+            raise SystemdError(f"cannot run {self._systemctl}: {error.strerror}") from error
+        with process:
+            try:
+                output, complaint = self._read(process)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            lines = complaint.decode("utf-8", "replace").split("\n")
+            raise SystemdError(f"systemctl {arguments[0]} failed: {lines[0] or process.returncode}")
+        return output.decode("utf-8", "surrogateescape")
+
+    def _read(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:  # type: ignore[name-defined]  # noqa: F821
+        assert process.stdout and process.stderr
+        parts: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+        still_open = set(parts)
+        deadline = time.monotonic() + self._timeout
+        while still_open:
+            ready = self._wait(still_open, deadline - time.monotonic())
+            if not ready:
+                raise SystemdError(f"systemd did not answer within {self._timeout:.0f} s")
+            for descriptor in ready:
+                part = os.read(descriptor, 65536)
+                parts[descriptor] += part
+                if not part:
+                    still_open.discard(descriptor)
+        return parts[process.stdout.fileno()], parts[process.stderr.fileno()]
+
+
+def _pairs(block: str) -> dict[str, str]:
+    return {key: value for key, _, value in (line.partition("=") for line in block.split("\n")) if key}
+
+
+def _unit(block: str) -> Unit:
+    said = _pairs(block)
+    try:
+        return Unit(
+            name=said["Id"],
+            load_state=said["LoadState"],
+            active_state=said["ActiveState"],
+            sub_state=said["SubState"],
+            # Slices have none when nothing runs in them, and units that are not cgroup units have no such property.
+            control_group=said.get("ControlGroup", ""),
+            type=said.get("Type", ""),
+            user=said.get("User", ""),
+            control_pid=int(said.get("ControlPID", "0")),
+            main_pid=int(said.get("MainPID", "0")),
+            condition_usec=int(said.get("ConditionTimestampMonotonic", "0")),
+            timeout_stop=said.get("TimeoutStopUSec", ""),
+            result=said.get("Result", ""),
+        )
+    except (KeyError, ValueError) as error:
+        raise SystemdError(f"systemctl show gave an answer that cannot be read ({error})") from error

@@ -1,0 +1,49 @@
+"""The one place where the program waits: poll() over descriptors, which a signal cuts short.
+
+SIGTERM and SIGINT never interrupt a step half-way. They are noted, and raised as ``Interrupted`` from the next wait (or
+from the one they arrive in), once; what is still to be waited for after that is part of ending in good order.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterable
+
+from ..model import Interrupted
+
+
+class Waiter:
+    """A callable ``wait(descriptors, seconds)``, as ``model.Wait`` has it. There is one per process."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._raised = False
+        # Python writes the number of every caught signal to this descriptor, even one that arrives between the check
+        # and the poll(), so that no signal can be slept through.
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+
+    def __call__(self, descriptors: Iterable[int], seconds: float) -> set[int]:
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
+        if self._read in ready:
+            ready.discard(self._read)
+            caught = os.read(self._read, 64)
+            if not self._raised:
+                self._raised = True
+                raise Interrupted(signal.Signals(caught[0]).name)
+        return ready
+
+    def forget(self) -> None:
+        """Give the signals back their usual meaning; a forked child calls this before anything else."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.close(self._read)
+        os.close(self._write)

@@ -1,0 +1,294 @@
+"""(Policy, Survey) -> Plan: who is stale, who is wanted, which GPU is clean. Pure, and the only place that decides.
+
+A process is ended only with proof that nobody alive wants it; a GPU is clean only with figures that say so. Whatever is
+not in the table of owners is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Callable, Optional
+
+from . import infrastructure, rules
+from .model import MIB, Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
+from .owners import carrier
+from .policy import Policy
+
+
+@dataclass(frozen=True)
+class History:
+    """What the run has been through so far, as far as the next decision hangs on it."""
+
+    #: A holder to which NVML attributed memory has been ended; what remains may still be its memory on its way back.
+    ended_attributed: bool = False
+    #: UUID -> since when, on the survey's clock, that GPU has had memory that no living holder explains.
+    unexplained_since: Mapping[str, float] = field(default_factory=dict)
+
+
+def remember(history: History, policy: Policy, survey: Survey) -> History:
+    """The history with what this survey adds to it."""
+    since = {
+        gpu.uuid: history.unexplained_since.get(gpu.uuid, survey.at)
+        for gpu in survey.gpus
+        if _is_unexplained(policy, survey, gpu)
+    }
+    return replace(history, unexplained_since=since)
+
+
+def ended(history: History, *, attributed: bool) -> History:
+    """The history after an eviction; ``attributed`` says that NVML had put memory to somebody whom this run ended."""
+    return replace(history, ended_attributed=attributed)
+
+
+def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
+    """Whether a later reading of a GPU is within what it was last judged by."""
+    memory = reading.memory
+    if memory is None:
+        return False
+    return memory.used <= state.limit and memory.free >= policy.memory.min_free.of(memory.total)
+
+
+def plan(policy: Policy, survey: Survey, history: History) -> Plan:
+    """What should be done now. The same survey and history always give the same plan."""
+    decided = [decide(policy, survey, holder) for holder in survey.holders]
+    ours = frozenset(gpu.uuid for gpu in survey.gpus)
+    unexplained = frozenset(gpu.uuid for gpu in survey.gpus if _is_unexplained(policy, survey, gpu))
+    blocking: list[Decision] = []
+    evict: list[Decision] = []
+    later: list[Decision] = []
+    awaited: list[Decision] = []
+    suspects: list[Decision] = []
+    shown: list[Decision] = []
+    for decision in decided:
+        holder, action = decision.holder, decision.action
+        attributed = bool(ours & set(holder.listed))
+        suspected = not holder.listed and (holder.opened | holder.mapped) & unexplained
+        if action is Action.KILL and (attributed or holder.owner.kind is OwnerKind.OWN_PREVIOUS):
+            evict.append(decision)
+        elif action is Action.KILL and suspected:
+            due = not history.ended_attributed or any(
+                survey.at - history.unexplained_since.get(uuid, survey.at) >= policy.deadline.term for uuid in suspected
+            )
+            (evict if due else later).append(decision)
+        elif action is Action.REFUSE and attributed:
+            blocking.append(decision)
+        elif action is Action.WAIT and attributed:
+            awaited.append(decision)
+        elif suspected and action is not Action.SPARE:
+            suspects.append(decision)
+        elif action is not Action.SPARE:
+            decision = replace(
+                decision, action=Action.NONE, reason=f"holds no memory here that counts ({decision.reason})"
+            )
+        shown.append(decision)
+    states = tuple(_state(policy, survey, gpu, decided) for gpu in survey.gpus)
+    blocking += _too_much_spared(policy, survey, decided)
+    return Plan(
+        gpus=states,
+        decisions=tuple(shown),
+        blocking=tuple(blocking),
+        evict=tuple(evict),
+        later=tuple(later),
+        awaited=tuple(awaited),
+        suspects=tuple(suspects),
+    )
+
+
+# One GPU ---------------------------------------------------------------------------------------------------------------
+
+
+def unexplained(survey: Survey, gpu: Gpu) -> int:
+    """Bytes used less what living listed holders have; one whose bytes NVML does not tell explains all of it."""
+    memory = survey.readings[gpu.uuid].memory
+    if memory is None:
+        return 0
+    shares = [holder.listed[gpu.uuid] for holder in survey.holders if gpu.uuid in holder.listed]
+    if any(share is None for share in shares):
+        return 0
+    return max(0, memory.used - sum(share or 0 for share in shares))
+
+
+def _is_unexplained(policy: Policy, survey: Survey, gpu: Gpu) -> bool:
+    memory = survey.readings[gpu.uuid].memory
+    return memory is not None and unexplained(survey, gpu) > policy.memory.max_used.of(memory.total)
+
+
+def _spared(gpu: Gpu, decisions: list[Decision]) -> list[Decision]:
+    return [each for each in decisions if each.action is Action.SPARE and gpu.uuid in each.holder.listed]
+
+
+def _state(policy: Policy, survey: Survey, gpu: Gpu, decisions: list[Decision]) -> GpuState:
+    reading = survey.readings[gpu.uuid]
+    memory = reading.memory
+    if memory is None:
+        return GpuState(
+            gpu=gpu, reading=reading, limit=0, unattributed=0, clean=False, fault=f"cannot be measured: {reading.fault}"
+        )
+    spared = sum(each.holder.listed[gpu.uuid] or 0 for each in _spared(gpu, decisions))
+    limit = policy.memory.max_used.of(memory.total) + min(spared, policy.memory.spared_max.of(memory.total))
+    needed = policy.memory.min_free.of(memory.total)
+    fault = ""
+    if memory.used > limit:
+        fault = f"{mib(memory.used)} used, limit {mib(limit)}"
+    elif memory.free < needed:
+        fault = f"{mib(memory.free)} free, {mib(needed)} needed (memory.min_free)"
+    return GpuState(
+        gpu=gpu, reading=reading, limit=limit, unattributed=unexplained(survey, gpu), clean=not fault, fault=fault
+    )
+
+
+def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) -> list[Decision]:
+    """Spared holders that together have more than may be left out of account: they are in the server's way."""
+    found: dict[int, Decision] = {}
+    for gpu in survey.gpus:
+        memory = survey.readings[gpu.uuid].memory
+        spared = _spared(gpu, decisions)
+        most = policy.memory.spared_max.of(memory.total) if memory else 0
+        total = sum(each.holder.listed[gpu.uuid] or 0 for each in spared)
+        if total > most:
+            reason = (
+                f"is spared, but spared holders have {mib(total)} on {gpu}, more than memory.spared_max of {mib(most)}"
+            )
+            for each in spared:
+                found[each.holder.process.pid] = replace(
+                    each, reason=reason, hint="stop it, or raise memory.spared_max"
+                )
+    return list(found.values())
+
+
+def mib(size: int) -> str:
+    """Whole MiB, rounded up, so that what is over a limit never reads like the limit."""
+    return f"{-(-size // MIB)} MiB"
+
+
+# One holder ------------------------------------------------------------------------------------------------------------
+
+
+def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
+    """What the table says of one holder: infrastructure, rules, our own unit, then its owner."""
+    program = infrastructure.recognise(holder.process)
+    decision = rules.first_match(policy, holder, now=survey.at, infrastructure=program is not None)
+    if decision is None and program is not None:
+        return Decision(holder=holder, action=Action.SPARE, reason=f"is infrastructure ({program})")
+    decision = decision or _by_owner(policy, holder)
+    if decision.action is not Action.KILL:
+        return decision
+    if holder.process.pid in survey.kin:
+        return replace(decision, action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
+    only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
+    if only_nvml:
+        reason = "is named by NVML alone and has none of these GPUs' nodes open, and nobody is ended on NVML's word"
+        return replace(
+            decision, action=Action.REFUSE, reason=reason, hint=f"end PID {holder.process.pid} yourself if it is stale"
+        )
+    return decision
+
+
+def _by_owner(policy: Policy, holder: Holder) -> Decision:
+    action, reason, hint = _ROWS[holder.owner.kind](policy, holder.owner)
+    return Decision(holder=holder, action=action, reason=reason, hint=hint)
+
+
+Row = tuple[Action, str, str]
+
+
+def _own_previous(policy: Policy, owner: Owner) -> Row:
+    assert owner.unit
+    if carrier(owner.unit.name):
+        return Action.REFUSE, f"was left in {owner.unit.name}, whose processes are other people's work", _LOOK
+    return Action.KILL, f"was left behind by an earlier run of {owner.unit.name}", ""
+
+
+def _own_current(policy: Policy, owner: Owner) -> Row:
+    assert owner.unit
+    hint = "an earlier ExecStartPre= started it: let it start after this check, or name it in a rule"
+    return Action.REFUSE, f"began with the present start of {owner.unit.name}", hint
+
+
+def _unit(policy: Policy, owner: Owner) -> Row:
+    unit = owner.unit
+    assert unit
+    if unit.active_state in ("active", "activating", "reloading", "refreshing", "maintenance"):
+        return Action.REFUSE, f"belongs to {unit.name}, which is {unit.active_state}", f"systemctl stop {unit.name}"
+    if unit.active_state == "deactivating":
+        reason = f"belongs to {unit.name}, which is deactivating (TimeoutStopSec={unit.timeout_stop or 'unknown'})"
+        return Action.WAIT, reason, f"wait for {unit.name} to stop, or systemctl kill --signal=SIGKILL {unit.name}"
+    if unit.active_state not in ("inactive", "failed"):
+        return Action.REFUSE, f"belongs to {unit.name}, whose state {unit.active_state} is not known here", _LOOK
+    doubt = _doubt(owner, unit)
+    if doubt and not policy.dedicated:
+        return Action.REFUSE, f"was left behind by {unit.name}, which is {unit.active_state}, but {doubt}", _DEDICATED
+    return Action.KILL, f"was left behind by {unit.name}, which is {unit.active_state}", ""
+
+
+def _doubt(owner: Owner, unit: Unit) -> str:
+    """Why an ended unit's process may still be somebody's work."""
+    if not unit.name.endswith(".service"):
+        return "a scope may hold anybody's processes"
+    if carrier(unit.name):
+        return "that unit carries other people's work"
+    if unit.type == "oneshot":
+        return "a oneshot unit may leave processes on purpose"
+    if not owner.as_unit_user:
+        return f"it does not run as that unit's User={unit.user or 'root'}"
+    return ""
+
+
+def _session(policy: Policy, owner: Owner) -> Row:
+    _, session, user = owner.word.split(":", 2)
+    unit = owner.unit
+    if unit is not None and unit.active_state == "active" and unit.sub_state == "running":
+        return (
+            Action.REFUSE,
+            f"belongs to the login session {session} of {user}",
+            f"ask {user}, or loginctl terminate-session {session}",
+        )
+    reason = f"was left by the login session {session} of {user}, which is over"
+    if policy.dedicated:
+        return Action.KILL, reason, ""
+    return Action.REFUSE, f"{reason}, and may be meant to outlive it (nohup, tmux)", _DEDICATED
+
+
+def _user(policy: Policy, owner: Owner) -> Row:
+    return (
+        Action.REFUSE,
+        f"belongs to the user manager of {owner.user}",
+        f"ask {owner.user}, or systemctl --user stop it",
+    )
+
+
+def _container(policy: Policy, owner: Owner) -> Row:
+    what = owner.word.partition(":")[2]
+    return Action.REFUSE, f"belongs to the container {what}", "stop that container"
+
+
+def _slurm(policy: Policy, owner: Owner) -> Row:
+    job = owner.word.partition(":")[2]
+    return Action.REFUSE, f"belongs to the Slurm job {job}", f"scancel {job}"
+
+
+def _none(policy: Policy, owner: Owner) -> Row:
+    if policy.dedicated and owner.orphan:
+        return Action.KILL, "belongs to no unit, session or container, and its parent is gone", ""
+    return Action.REFUSE, "belongs to no unit, session or container", _DEDICATED if owner.orphan else _LOOK
+
+
+def _unknown(policy: Policy, owner: Owner) -> Row:
+    return Action.REFUSE, f"has an owner that could not be established: {owner.doubt}", _LOOK
+
+
+_LOOK = "look at it with systemctl status PID, and end it yourself if it is stale"
+_DEDICATED = "end it yourself, or set owners.dedicated = true if nobody else may use this machine's GPUs"
+
+_ROWS: Mapping[OwnerKind, Callable[[Policy, Owner], Row]] = {
+    OwnerKind.OWN_PREVIOUS: _own_previous,
+    OwnerKind.OWN_CURRENT: _own_current,
+    OwnerKind.UNIT: _unit,
+    OwnerKind.SESSION: _session,
+    OwnerKind.USER: _user,
+    OwnerKind.CONTAINER: _container,
+    OwnerKind.SLURM: _slurm,
+    OwnerKind.NONE: _none,
+    OwnerKind.UNKNOWN: _unknown,
+}

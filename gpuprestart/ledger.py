@@ -1,0 +1,167 @@
+"""What a run has seen and done so far, written down as it happens: the records in the journal and the Story at the end.
+
+It is told things and keeps them; it decides nothing, and it is the one mutable value of a run, so that a run that is
+cut short anywhere still has a whole story to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Callable, Optional
+
+from . import events, judge
+from .model import Action, Decision, Fate, GpuState, Interrupted, Plan, Reading, Refusal, Survey
+from .policy import Policy
+from .verdict import Story
+
+#: Holders that get a record of their own when they are found; the verdict counts the rest.
+MOST_FOUND = 64
+
+Identity = tuple[int, int]
+
+
+class Ledger:
+    """``write`` sends a record to the journal, ``clock`` is in seconds of CLOCK_BOOTTIME."""
+
+    def __init__(
+        self,
+        story: Story,
+        *,
+        write: Callable[[events.Record], None],
+        clock: Callable[[], float],
+        wchan: Callable[[int], str],
+    ) -> None:
+        self._story = story
+        self._write = write
+        self._clock = clock
+        self._wchan = wchan
+        self._began = clock()
+        self._seen: dict[Identity, Decision] = {}
+        self._fates: dict[Identity, Fate] = {}
+        self._denied: dict[Identity, Decision] = {}
+        self._killed: dict[Identity, float] = {}
+        self._signalled: dict[Identity, float] = {}
+        self._freed: set[str] = set()
+        self._phases: dict[str, float] = {}
+        #: Anything stood against a start at any time in this run.
+        self.dirty = False
+
+    # What is found ---------------------------------------------------------------------------------------------------
+
+    def note(self, **facts: object) -> None:
+        """Add facts to the story, by the names of its fields."""
+        self._story = replace(self._story, **facts)  # type: ignore[arg-type]
+
+    def write(self, record: events.Record) -> None:
+        self._write(record)
+
+    @property
+    def context(self) -> events.Context:
+        return events.Context(unit=self._story.unit, run=self._story.run)
+
+    def planned(self, survey: Survey, plan: Plan) -> None:
+        """A look and what was decided on it. A holder is recorded when it is first seen, or judged anew."""
+        self.note(survey=survey, plan=plan)
+        self.dirty = self.dirty or not plan.clean
+        alive = {decision.holder.process.identity for decision in plan.decisions}
+        for decision in plan.decisions:
+            identity = decision.holder.process.identity
+            before = self._seen.get(identity)
+            self._seen[identity] = decision
+            changed = before is None or (before.action, before.reason) != (decision.action, decision.reason)
+            if changed and decision.action is not Action.NONE and len(self._seen) <= MOST_FOUND:
+                self._write(events.holder_found(self.context, decision, plan.gpus))
+        for identity, decision in self._seen.items():
+            if identity not in alive and identity not in self._fates and decision.action is not Action.NONE:
+                self.ended(decision, Fate.EXITED)
+
+    def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:
+        """A sample of the selected GPUs between two looks: memory that is back is recorded once, when it is seen."""
+        for state in self._gpus:
+            reading = readings[state.gpu.uuid]
+            if not state.clean and state.gpu.uuid not in self._freed and judge.is_low(policy, state, reading):
+                self._freed.add(state.gpu.uuid)
+                after = replace(state, reading=reading, clean=True, fault="")
+                self._write(events.memory_freed(self.context, state, after, seconds=self._clock() - self._began))
+
+    @property
+    def _gpus(self) -> tuple[GpuState, ...]:
+        return self._story.plan.gpus if self._story.plan else ()
+
+    # What is done (evict.Witness) ------------------------------------------------------------------------------------
+
+    def signalled(self, decision: Decision, name: str) -> None:
+        identity = decision.holder.process.identity
+        self._seen[identity] = decision
+        self._signalled.setdefault(identity, self._clock())
+        if name == "SIGKILL":
+            self._killed[identity] = self._clock()
+        self._write(events.holder_signalled(self.context, decision, self._gpus, signal_name=name))
+
+    def refused(self, decision: Decision, name: str) -> None:
+        self._denied[decision.holder.process.identity] = decision
+        text = f"the kernel refuses {name} to {decision.holder.process} of {decision.holder.owner.word}"
+        self._write(events.warning(self.context, text))
+
+    def ended(self, decision: Decision, fate: Fate) -> None:
+        identity = decision.holder.process.identity
+        self._fates[identity] = fate
+        since = self._signalled.get(identity)
+        seconds = None if since is None else self._clock() - since
+        self._write(events.holder_gone(self.context, decision, self._gpus, fate=fate, seconds=seconds))
+
+    @property
+    def denied(self) -> bool:
+        return bool(self._denied)
+
+    @property
+    def surviving(self) -> bool:
+        return any(identity not in self._fates for identity in self._killed)
+
+    @property
+    def ended_attributed(self) -> bool:
+        return any(self._seen[identity].holder.listed for identity in self._fates if identity in self._signalled)
+
+    # How it ends -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to this phase of the run."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - began
+
+    def story(self, *, refusal: Optional[Refusal] = None, interrupted: Optional[Interrupted] = None) -> Story:
+        """The whole story, told once, at the end of the run."""
+        survivors = {}
+        for identity, since in self._killed.items():
+            if identity in self._fates:
+                continue
+            decision = self._seen[identity]
+            survivors[identity] = self._wchan(identity[0])
+            self._fates[identity] = Fate.SURVIVED
+            self._write(
+                events.holder_survived(
+                    self.context,
+                    decision,
+                    self._gpus,
+                    seconds=self._clock() - since,
+                    state=decision.holder.process.state,
+                    wchan=survivors[identity],
+                )
+            )
+        return replace(
+            self._story,
+            duration=self._clock() - self._began,
+            phases=dict(self._phases),
+            seen=tuple(self._seen[identity] for identity in sorted(self._seen)),
+            fates=dict(self._fates),
+            denied=tuple(self._denied.values()),
+            survivors=survivors,
+            refusal=refusal,
+            interrupted=interrupted.signal_name if interrupted else "",
+        )

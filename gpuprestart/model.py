@@ -1,0 +1,367 @@
+"""The values that one stage hands to the next: frozen, and without behaviour beyond naming themselves.
+
+Nothing here reads the machine, the clock or the policy. Sizes are bytes, times are seconds, and GPUs are known by their
+UUID, because NVML indices, device minors and CUDA ordinals may all differ on one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Callable, Optional
+
+#: Waits until one of the descriptors is readable or so many seconds have passed, and returns those that are.
+Wait = Callable[[Iterable[int], float], "set[int]"]
+
+MIB = 1024 * 1024
+
+
+class Outcome(str, Enum):
+    """The one word of a verdict. When several apply, the first in this order decides the exit status."""
+
+    CONFIG = "config"
+    INTERRUPTED = "interrupted"
+    DENIED = "denied"
+    UNKNOWN = "unknown"
+    PROTECTED = "protected"
+    RESPAWNING = "respawning"
+    UNKILLABLE = "unkillable"
+    NOT_FREED = "not-freed"
+    UNATTRIBUTED = "unattributed"
+    PRECONDITION = "precondition"
+    INTERNAL = "internal"
+    CLEANED = "cleaned"
+    CLEAN = "clean"
+    BYPASSED = "bypassed"
+    NONE = "none"
+
+
+#: The exit status of each outcome, after sysexits(3). ``precondition`` may be 66 instead: the verdict says.
+EXIT_STATUS: Mapping[Outcome, int] = {
+    Outcome.CONFIG: 78,
+    Outcome.INTERRUPTED: 75,
+    Outcome.DENIED: 77,
+    Outcome.UNKNOWN: 69,
+    Outcome.PROTECTED: 75,
+    Outcome.RESPAWNING: 75,
+    Outcome.UNKILLABLE: 75,
+    Outcome.NOT_FREED: 75,
+    Outcome.UNATTRIBUTED: 75,
+    Outcome.PRECONDITION: 75,
+    Outcome.INTERNAL: 70,
+    Outcome.CLEANED: 0,
+    Outcome.CLEAN: 0,
+    Outcome.BYPASSED: 0,
+    Outcome.NONE: 0,
+}
+
+EXIT_USAGE = 64
+
+
+class Refusal(Exception):
+    """The run ends here with this outcome; ``hints`` say what to do, the most useful first."""
+
+    def __init__(self, outcome: Outcome, message: str, hints: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+        self.message = message
+        self.hints = tuple(hints)
+
+
+class Interrupted(BaseException):
+    """SIGTERM or SIGINT arrived while we waited. Not an ``Exception``: nothing on the way may swallow it."""
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(signal_name)
+        self.signal_name = signal_name
+
+
+class Silent(Exception):
+    """A child gave no answer in time. It is still there and may be stuck in the kernel."""
+
+
+class Died(Exception):
+    """A child ended without an answer; the text says how."""
+
+
+# What the driver says ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of the inventory. ``fault`` is set, and the UUID may be empty, where NVML cannot reach it."""
+
+    index: int
+    uuid: str
+    name: str = ""
+    pci: str = ""
+    minor: Optional[int] = None
+    parent: Optional[str] = None
+    fault: Optional[str] = None
+
+    def __str__(self) -> str:
+        return f"GPU {self.index}"
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What NVML said when it started: every GPU by NVML index, the driver's version, the library's path."""
+
+    driver: str
+    nvml_path: str
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of one GPU in bytes. ``used`` includes what the driver reserves only where ``call`` is ``v1``."""
+
+    used: int
+    free: int
+    total: int
+    reserved: Optional[int]
+    call: str
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One process that NVML lists on one GPU, in however many lists; ``bytes`` is None where NVML does not tell."""
+
+    pid: int
+    bytes: Optional[int]
+    kinds: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One sample of one GPU: its memory and its list, or the reason why there is none.
+
+    ``distrust`` says why ``listed`` may not be believed; ``unlisted`` says why the driver gave no list at all.
+    """
+
+    uuid: str
+    memory: Optional[Memory] = None
+    fault: Optional[str] = None
+    listed: tuple[Listed, ...] = ()
+    distrust: Optional[str] = None
+    unlisted: Optional[str] = None
+
+
+# What /proc and systemd say --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process, known by its PID and its start time in clock ticks since boot.
+
+    ``began`` is the same start in seconds of CLOCK_BOOTTIME.
+    """
+
+    pid: int
+    started: int
+    began: float
+    ppid: int
+    comm: str
+    state: str
+    uid: int
+    cgroup: str
+    user: str = ""
+    #: Redacted and printable; None where it could not be read.
+    cmdline: Optional[str] = None
+    exe: Optional[str] = None
+    #: The executable is root's and nobody else can write it, so its path may be believed.
+    exe_trusted: bool = False
+    #: Inode of its PID namespace; 0 where that could not be read.
+    pid_namespace: int = 0
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        return (self.pid, self.started)
+
+    def __str__(self) -> str:
+        return f"{self.comm}[{self.pid}]"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit as systemd describes it. Timestamps are microseconds of CLOCK_MONOTONIC, as systemd gives them."""
+
+    name: str
+    load_state: str
+    active_state: str
+    sub_state: str
+    control_group: str
+    type: str = ""
+    user: str = ""
+    control_pid: int = 0
+    main_pid: int = 0
+    condition_usec: int = 0
+    timeout_stop: str = ""
+    result: str = ""
+
+
+class OwnerKind(Enum):
+    OWN_PREVIOUS = "a process of our own unit's last run"
+    OWN_CURRENT = "a process of our own unit's present start"
+    UNIT = "a unit of the system's service manager"
+    SESSION = "a login session"
+    USER = "a user's service manager"
+    CONTAINER = "a container"
+    SLURM = "a Slurm job"
+    NONE = "nobody"
+    UNKNOWN = "nobody that could be named"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who wants a process, as far as systemd can tell. ``word`` is the stable form that programs read."""
+
+    kind: OwnerKind
+    word: str
+    unit: Optional[Unit] = None
+    user: str = ""
+    #: The process runs as the user that its unit names in User=.
+    as_unit_user: bool = False
+    #: For NONE: init has adopted the process, so whoever started it is gone.
+    orphan: bool = False
+    #: For UNKNOWN: what could not be established.
+    doubt: str = ""
+
+
+# What they make together -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process with what ties it to GPUs: ``listed`` maps the UUIDs where NVML lists it to bytes or None,
+    ``opened`` and ``mapped`` are the UUIDs of the nodes that it has open or mapped."""
+
+    process: Process
+    owner: Owner
+    listed: Mapping[str, Optional[int]] = field(default_factory=dict)
+    opened: frozenset[str] = frozenset()
+    mapped: frozenset[str] = frozenset()
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        kinds = (("nvml", self.listed), ("fd", self.opened), ("map", self.mapped))
+        return tuple(word for word, seen in kinds if seen)
+
+    def bytes_on(self, uuids: Iterable[str]) -> Optional[int]:
+        """Bytes on these GPUs together, or None where NVML puts none there or does not tell how many."""
+        shares = [self.listed[uuid] for uuid in uuids if uuid in self.listed]
+        known = [share for share in shares if share is not None]
+        return sum(known) if known and len(known) == len(shares) else None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The machine at one moment: a reading of every GPU and everybody who may hold a selected one.
+
+    ``at`` is in seconds of CLOCK_BOOTTIME, as is ``Process.began``.
+    """
+
+    at: float
+    gpus: tuple[Gpu, ...]
+    readings: Mapping[str, Reading]
+    holders: tuple[Holder, ...] = ()
+    #: UUID -> PIDs that NVML lists there but that are in no /proc.
+    dead: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    #: PIDs whose descriptors could not be read.
+    unreadable: tuple[int, ...] = ()
+    #: The PIDs that NVML lists are numbers of our own PID namespace.
+    pids_ours: bool = True
+    #: PID 1, ourselves, our ancestors and our descendants: never to be signalled.
+    kin: frozenset[int] = frozenset()
+
+
+# What is decided -------------------------------------------------------------------------------------------------------
+
+
+class Action(str, Enum):
+    KILL = "kill"
+    SPARE = "spare"
+    REFUSE = "refuse"
+    WAIT = "wait"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one holder, and why; ``reason`` completes the sentence "the process ..."."""
+
+    holder: Holder
+    action: Action
+    reason: str
+    rule: Optional[str] = None
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class GpuState:
+    """One selected GPU as judged: ``unattributed`` is what no living holder explains."""
+
+    gpu: Gpu
+    reading: Reading
+    limit: int
+    unattributed: int
+    clean: bool
+    #: Why it is not clean, as a clause; empty where it is.
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done now. Decisions stand in PID order; the tuples below name some of them."""
+
+    gpus: tuple[GpuState, ...]
+    decisions: tuple[Decision, ...]
+    #: Alive, wanted by somebody, and in the way: the run must refuse.
+    blocking: tuple[Decision, ...]
+    #: Stale: to be ended now.
+    evict: tuple[Decision, ...]
+    #: Stale suspects whose turn has not come: ended once memory has stayed unexplained long enough.
+    later: tuple[Decision, ...]
+    #: On their way out by somebody else's hand.
+    awaited: tuple[Decision, ...]
+    #: May hold unexplained memory, but are nobody's to end.
+    suspects: tuple[Decision, ...]
+
+    @property
+    def clean(self) -> bool:
+        return all(state.clean for state in self.gpus) and not (self.blocking or self.evict or self.awaited)
+
+
+class Fate(str, Enum):
+    EXITED = "exited"
+    TERMINATED = "terminated"
+    KILLED = "killed"
+    SURVIVED = "survived"
+    GONE = "gone"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The end of a run; journal, JSON, STATUS= and the exit status are all rendered from it."""
+
+    outcomes: tuple[Outcome, ...]
+    exit: int
+    unit: Optional[str]
+    message: str
+    hints: tuple[str, ...]
+    time: float
+    run: str
+    boot_id: str
+    driver: str
+    nvml_path: str
+    policy_files: tuple[str, ...]
+    duration: float
+    phases: Mapping[str, float]
+    gpus: tuple[GpuState, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    fates: Mapping[tuple[int, int], Fate] = field(default_factory=dict)
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.outcomes[0]

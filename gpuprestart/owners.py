@@ -1,0 +1,167 @@
+"""Who wants a process: its cgroup path, held against what systemd says of the units that the path names.
+
+Pure: systemd's answers come in as values. A path proves nothing by itself, because anybody with a delegated cgroup can
+name one after somebody else's unit; only a unit whose own ControlGroup= lies on the path owns what is below it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Optional
+
+from .model import Owner, OwnerKind, Process, Unit
+
+#: Units whose processes are other people's work, by name. ``KillMode=`` would not tell: it is set for other reasons too.
+CARRIERS = (
+    "ssh", "ssh@*", "sshd", "sshd@*", "dropbear*", "xrdp*", "vncserver*", "getty@*", "serial-getty@*",
+    "cron", "crond", "anacron", "atd", "fcron", "systemd-cron*",
+    "slurmd", "slurmstepd", "slurm*", "pbs*", "sge_execd*", "lsf*", "condor*", "munge", "nomad", "mesos*", "ray*",
+    "docker", "containerd", "podman*", "crio", "cri-*", "kubelet", "k3s*", "rke2*", "snap.*", "lxc*", "lxd*", "incus*",
+    "machines*", "systemd-nspawn@*", "libvirtd", "virtqemud", "buildkit*",
+    "jupyter*", "jupyterhub*", "code-server*", "rstudio-server*", "tmux*", "screen*",
+    "gitlab-runner*", "actions.runner.*", "github-runner*", "buildkite-agent*", "jenkins*", "teamcity*", "drone*",
+    "supervisor*", "supervisord*", "pm2*", "display-manager", "gdm*", "sddm*", "lightdm*",
+)  # fmt: skip
+
+_UNIT_NAME = re.compile(r"[A-Za-z0-9:_.\\@-]{1,246}\.(?:service|scope)")
+_SESSION = re.compile(r"session-([A-Za-z0-9]+)\.scope")
+_USER_MANAGER = re.compile(r"user@([0-9]+)\.service")
+_USER_SLICE = re.compile(r"^/user\.slice/user-([0-9]{1,10})\.slice/")
+
+#: How container engines and Slurm name the cgroups that they make; the first group is the id.
+_CONTAINERS = (
+    ("docker", re.compile(r"/docker-([0-9a-f]{12,64})\.scope")),
+    ("docker", re.compile(r"/docker/([0-9a-f]{64})")),
+    ("podman", re.compile(r"/libpod-([0-9a-f]{12,64})")),
+    ("cri-containerd", re.compile(r"/cri-containerd-([0-9a-f]{12,64})")),
+    ("crio", re.compile(r"/crio-([0-9a-f]{12,64})")),
+    ("kubernetes", re.compile(r"/kubepods[^/]*/.*?([0-9a-f]{64})")),
+    ("lxc", re.compile(r"/lxc(?:\.payload)?[./]([^/]+)")),
+    ("nspawn", re.compile(r"/machine\.slice/(?:machine-|systemd-nspawn@)([^/]+?)\.(?:scope|service)")),
+)
+_SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/.*?job_?([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Own:
+    """The unit whose control process we are, and what sets its last run apart from its present start."""
+
+    unit: Unit
+    #: CLOCK_BOOTTIME less CLOCK_MONOTONIC in microseconds: /proc counts a start in the one, systemd in the other.
+    boottime_ahead: int
+    ticks_per_second: int
+
+    def predates(self, process: Process) -> bool:
+        """Whether the process began before this start did. In doubt, which is within one tick, it did not."""
+        began = (process.started + 1) * 1_000_000 // self.ticks_per_second - self.boottime_ahead
+        return 0 < began <= self.unit.condition_usec
+
+
+def candidates(cgroup: str) -> tuple[str, ...]:
+    """Names on a cgroup path that may be units, outermost first; systemd escapes a clash with a leading ``_``."""
+    parts = (part[1:] if part.startswith("_") else part for part in cgroup.split("/"))
+    return tuple(part for part in parts if _UNIT_NAME.fullmatch(part))
+
+
+def carrier(unit: str) -> bool:
+    """Whether a unit's processes are other people's work, so that an inactive unit says nothing about them."""
+    name = unit.rpartition(".")[0]
+    return any(fnmatchcase(name, pattern) for pattern in CARRIERS)
+
+
+def below(cgroup: str, control_group: str) -> bool:
+    return bool(control_group) and (cgroup + "/").startswith(control_group.rstrip("/") + "/")
+
+
+def unit_of(cgroup: str, units: Mapping[str, Unit]) -> Optional[Unit]:
+    """The outermost unit of the path that systemd knows there: what GetUnitByPID answers."""
+    for name in candidates(cgroup):
+        unit = units.get(name)
+        if unit is not None and below(cgroup, unit.control_group):
+            return unit
+    return None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the name services say: uid -> user name, and User= of a unit -> uid. What they do not say is absent."""
+
+    users: Mapping[int, str]
+    uids: Mapping[str, int]
+
+
+def owner_of(process: Process, *, units: Mapping[str, Unit], names: Names, own: Optional[Own], namespace: int) -> Owner:
+    """Who owns the process; ``namespace`` is the inode of our own PID namespace."""
+    cgroup = process.cgroup
+    if not cgroup.startswith("/") or ".." in cgroup.split("/"):
+        return _unknown(f"its cgroup {cgroup} lies outside what can be seen from here")
+    container = _container(cgroup)
+    if container is not None:
+        return container
+    if process.pid_namespace not in (0, namespace):
+        return Owner(kind=OwnerKind.CONTAINER, word=f"container:pidns:{process.pid_namespace}", user=process.user)
+    if own is not None and below(cgroup, own.unit.control_group):
+        kind = OwnerKind.OWN_PREVIOUS if own.predates(process) else OwnerKind.OWN_CURRENT
+        return Owner(kind=kind, word=f"unit:{own.unit.name}", unit=own.unit, user=process.user)
+    unit = unit_of(cgroup, units)
+    session = _session(cgroup, unit, names)
+    if session is not None:
+        return session
+    if unit is None:
+        named = candidates(cgroup)
+        if named:
+            return _unknown(f"its cgroup {cgroup} names {named[0]}, which systemd does not have there")
+        return Owner(kind=OwnerKind.NONE, word="none", user=process.user, orphan=process.ppid == 1)
+    # An empty User= is root.
+    runs_as = names.uids.get(unit.user) if unit.user else 0
+    return Owner(
+        kind=OwnerKind.UNIT,
+        word=f"unit:{unit.name}",
+        unit=unit,
+        user=process.user,
+        as_unit_user=runs_as is not None and runs_as == process.uid,
+    )
+
+
+def _unknown(doubt: str) -> Owner:
+    return Owner(kind=OwnerKind.UNKNOWN, word="unknown", doubt=doubt)
+
+
+def unanswered(reason: str) -> Owner:
+    """The owner of a process when systemd could not be asked."""
+    return _unknown(f"systemd could not be asked who owns it ({reason})")
+
+
+def _container(cgroup: str) -> Optional[Owner]:
+    job = _SLURM.search(cgroup)
+    if job:
+        return Owner(kind=OwnerKind.SLURM, word=f"slurm:{job[1]}")
+    for runtime, pattern in _CONTAINERS:
+        found = pattern.search(cgroup)
+        if found:
+            return Owner(kind=OwnerKind.CONTAINER, word=f"container:{runtime}:{found[1]}")
+    return None
+
+
+def slice_uid(cgroup: str) -> Optional[int]:
+    """The user whose slice a cgroup lies in; all that user's sessions and the user's own manager are below it."""
+    found = _USER_SLICE.search(cgroup)
+    return int(found[1]) if found else None
+
+
+def _session(cgroup: str, unit: Optional[Unit], names: Names) -> Optional[Owner]:
+    """The login session or user manager that a process belongs to; a session without a unit is over."""
+    uid = slice_uid(cgroup)
+    if uid is None:
+        return None
+    user = names.users.get(uid, str(uid))
+    for name in [unit.name] if unit is not None else candidates(cgroup)[:1]:
+        session = _SESSION.fullmatch(name)
+        if session:
+            return Owner(kind=OwnerKind.SESSION, word=f"session:{session[1]}:{user}", unit=unit, user=user)
+        if unit is not None and _USER_MANAGER.fullmatch(name):
+            return Owner(kind=OwnerKind.USER, word=f"user:{user}", unit=unit, user=user)
+    return None

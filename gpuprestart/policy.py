@@ -1,0 +1,194 @@
+"""From the text of the policy files to one Policy: what is the default, and which file wins.
+
+Knows the defaults and the layers: an overlay's keys win over the site's, its rules come first, save that it cannot undo
+a refusal of the site. Refuses to know where the files are, who owns them, and what the machine looks like. All faults
+of all files are told at once, each with file, line and key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional, Union
+
+from .model import Action, Outcome, Refusal
+from .quantities import Size as Size
+from .schema import TABLES, Document
+
+#: More would bury the first ones, and somebody who mends twenty will run it again.
+_FAULTS_TOLD = 20
+
+#: What systemd allows in a unit's name; a slash is not among it.
+_UNIT = re.compile(r"[A-Za-z0-9:_.\\-][A-Za-z0-9:_.\\@-]*\.[a-z]+", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One policy file: the site's, or an overlay of a unit over it."""
+
+    path: str
+    text: str
+    overlay: bool = False
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """``"unit"``, ``"all"``, or the GPUs by name; ``origin`` is the FILE:LINE that says so, empty for the default."""
+
+    select: Union[str, tuple[str, ...]] = "unit"
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPolicy:
+    max_used: Size = Size(64 << 20)
+    spared_max: Size = Size(2 << 30)
+    min_free: Size = Size(0)
+    settle: float = 0.5
+    unified: str = "holders"
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    total: float = 120.0
+    term: float = 10.0
+    protected: float = 0.0
+    nvml_init: float = 60.0
+    nvml: float = 15.0
+
+
+@dataclass(frozen=True)
+class Nvml:
+    missing: str = "refuse"
+    pids: str = "auto"
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a rule asks of a holder; every key that is not None must fit.
+
+    ``unit`` and ``session`` are globs, ``user`` a name or (as a number) a uid, ``container`` the beginning of an id or
+    a runtime's name, the patterns are searched, ``age`` is in seconds, at least.
+    """
+
+    unit: Optional[str] = None
+    session: Optional[str] = None
+    user: Optional[Union[str, int]] = None
+    container: Optional[str] = None
+    exe: Optional[re.Pattern[str]] = None
+    comm: Optional[re.Pattern[str]] = None
+    cmdline: Optional[re.Pattern[str]] = None
+    age: Optional[float] = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of the site or of an overlay; ``origin`` is the FILE:LINE of its header.
+
+    ``unless`` holds what the rule does not apply to although its own match fits: see ``_ordered``.
+    """
+
+    name: str
+    match: Match
+    action: Action
+    infrastructure: bool = False
+    origin: str = ""
+    unless: tuple[Match, ...] = ()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The whole policy. Without any file it is this, which is safe on a shared node."""
+
+    gpus: Gpus = Gpus()
+    memory: MemoryPolicy = MemoryPolicy()
+    deadline: Deadlines = Deadlines()
+    dedicated: bool = False
+    nvml: Nvml = Nvml()
+    #: The first that matches decides.
+    rules: tuple[Rule, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+def parse(layers: Sequence[Layer]) -> Policy:
+    """The policy that these files make together: the site's first, then the template's overlay, then the instance's."""
+    documents = [Document(layer.path, layer.text) for layer in layers]
+    faults = [fault for document in documents for fault in document.faults()]
+    if faults:
+        more = faults[1:_FAULTS_TOLD]
+        if len(faults) > _FAULTS_TOLD:
+            more.append(f"and {len(faults) - _FAULTS_TOLD} more faults")
+        raise Refusal(Outcome.CONFIG, faults[0], more)
+    tables: dict[str, dict[str, Any]] = {name: {} for name in TABLES}
+    site: list[Rule] = []
+    overlays: list[Rule] = []
+    for layer, document in zip(layers, documents):
+        for name, values in document.tables.items():
+            tables[name].update(values)
+        if "select" in document.tables.get("gpus", {}):
+            tables["gpus"]["origin"] = document.origin(("gpus", "select"))
+        rules = [_rule(values) for values in document.rules]
+        # The later overlay is the narrower one, so its rules come before the earlier one's.
+        site, overlays = (site, rules + overlays) if layer.overlay else (site + rules, overlays)
+    return Policy(
+        gpus=Gpus(**tables["gpus"]),
+        memory=MemoryPolicy(**tables["memory"]),
+        deadline=Deadlines(**tables["deadline"]),
+        dedicated=tables["owners"].get("dedicated", False),
+        nvml=Nvml(**tables["nvml"]),
+        rules=_ordered(site, overlays),
+        files=tuple(layer.path for layer in layers),
+    )
+
+
+def _rule(values: dict[str, Any]) -> Rule:
+    return Rule(
+        name=values.get("name", values["origin"]),
+        match=Match(**values["match"]),
+        action=Action(values["action"]),
+        infrastructure=values.get("infrastructure", False),
+        origin=values["origin"],
+    )
+
+
+def _ordered(site: Sequence[Rule], overlays: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The overlays' rules before the site's, but behind the site's refusals, which nobody overrides.
+
+    A refusal that moves to the front must not take what an earlier rule of the site had let off: a site that spares one
+    program and refuses the rest still spares it, and an overlay may still speak of it. A reader that overlooks
+    ``unless`` refuses too much, never too little. Rules that do not touch infrastructure let none of it off.
+    """
+    if not overlays:
+        return tuple(site)
+    refusals = [
+        replace(
+            rule,
+            unless=tuple(
+                earlier.match
+                for earlier in site[:number]
+                if earlier.action is not Action.REFUSE and (earlier.infrastructure or not rule.infrastructure)
+            ),
+        )
+        for number, rule in enumerate(site)
+        if rule.action is Action.REFUSE
+    ]
+    return (*refusals, *overlays, *(rule for rule in site if rule.action is not Action.REFUSE))
+
+
+def overlay_names(unit: str) -> tuple[str, ...]:
+    """The names of the unit's overlays: the template's, where the unit is an instance, then its own.
+
+    Escapes such as ``\\x2d`` stay as systemd writes them.
+    """
+    if _UNIT.fullmatch(unit) is None or ".." in unit or len(unit) > 255:
+        raise Refusal(
+            Outcome.CONFIG,
+            f"{unit[:60]!r} is no name of a unit (such as sglang@qwen.service)",
+            ["systemctl list-units shows the names; a path becomes a name with systemd-escape"],
+        )
+    prefix, at, instance = unit.partition("@")
+    suffix = unit[unit.rindex(".") :]
+    if at and instance != suffix:
+        return (f"{prefix}@{suffix}.toml", f"{unit}.toml")
+    return (f"{unit}.toml",)

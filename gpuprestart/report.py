@@ -1,0 +1,218 @@
+"""Verdict -> sentence, STATUS= line, JSON and tables: every rendering but the journal's.
+
+Pure. Knows the words that programs read and how people like columns. Refuses to know what a verdict should be: it adds
+no judgement, and whatever a process chose to call itself cannot colour or move a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from .model import Decision, GpuState, Holder, Outcome, Verdict
+from .text import amounts, mib, printable
+
+#: What the run did, for a line that is still read when the server has been up for a month.
+_PAST: Mapping[Outcome, str] = {
+    Outcome.CLEAN: "found the GPUs clean",
+    Outcome.CLEANED: "cleaned the GPUs",
+    Outcome.BYPASSED: "let this start pass unproved",
+    Outcome.NONE: "had no GPU to judge",
+    Outcome.INTERRUPTED: "was interrupted",
+    Outcome.INTERNAL: "failed",
+}
+
+
+def sentence(verdict: Verdict) -> str:
+    """The verdict on one line: its word, its message, and at the end its first hint, which no long message cuts off."""
+    word = f"{verdict.outcome.value}: "
+    message = printable(verdict.message, 650).rstrip(". ")
+    hint = f"; {printable(verdict.hints[0], 300)}" if verdict.hints else ""
+    return (message if message.startswith(word) else word + message) + hint
+
+
+def status_line(verdict: Verdict, local_time: str) -> str:
+    """The text of STATUS=, which stays in ``systemctl status`` for as long as the server lives."""
+    past = _PAST.get(verdict.outcome, "refused the start")
+    return f"At {printable(local_time, 40)} gpuprestart {past}: {sentence(verdict)}"
+
+
+def held(holder: Holder) -> frozenset[str]:
+    """UUIDs of the GPUs that a holder is tied to: where NVML puts its memory, or else whose nodes it has."""
+    return frozenset(holder.listed) or holder.opened | holder.mapped
+
+
+def usage(state: GpuState) -> str:
+    """What is used against the limit."""
+    memory = state.reading.memory
+    if memory is None:
+        return "use unknown"
+    used, limit = amounts(memory.used, state.limit)
+    return f"{used} used, limit {limit}"
+
+
+def who(decision: Decision, gpus: Sequence[GpuState]) -> str:
+    """The process and its owner, with what it has on these GPUs."""
+    holder, process = decision.holder, decision.holder.process
+    share = holder.bytes_on([state.gpu.uuid for state in gpus])
+    owner = holder.owner
+    name = owner.unit.name if owner.unit and owner.word.startswith("unit:") else owner.word
+    amount = "" if share is None else f", {mib(share)}"
+    return printable(f"{process} of {name} (user {process.user or process.uid}{amount})")
+
+
+# For programs --------------------------------------------------------------------------------------------------------
+
+
+def as_json(verdict: Verdict, *, booted: float) -> str:
+    """The verdict as one JSON object, all of it ASCII and so safe on a terminal too.
+
+    ``booted`` is where CLOCK_BOOTTIME began, in seconds since the epoch: a process knows its start only since then.
+    """
+    import json  # Most runs are not asked for it.
+
+    selected = [state.gpu.uuid for state in verdict.gpus]
+    document = {
+        "version": 1,
+        "outcome": verdict.outcome.value,
+        "outcomes": [outcome.value for outcome in verdict.outcomes],
+        "exit": verdict.exit,
+        "unit": verdict.unit,
+        "message": printable(verdict.message),
+        "hints": [printable(hint) for hint in verdict.hints],
+        "time": verdict.time,
+        "run": verdict.run,
+        "boot_id": verdict.boot_id,
+        "driver": printable(verdict.driver),
+        "nvml_path": printable(verdict.nvml_path),
+        "policy_files": [printable(path) for path in verdict.policy_files],
+        "duration_s": round(verdict.duration, 3),
+        "phases": {phase: round(seconds, 3) for phase, seconds in verdict.phases.items()},
+        "gpus": [_gpu(state) for state in verdict.gpus],
+        "holders": [_holder(verdict, each, selected, booted) for each in verdict.decisions],
+    }
+    return json.dumps(document)
+
+
+def _gpu(state: GpuState) -> dict[str, object]:
+    gpu, memory = state.gpu, state.reading.memory
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": printable(gpu.name),
+        "pci": gpu.pci,
+        "parent": gpu.parent,
+        "memory_call": memory.call if memory else None,
+        "used_bytes": memory.used if memory else None,
+        "reserved_bytes": memory.reserved if memory else None,
+        "total_bytes": memory.total if memory else None,
+        "limit_bytes": state.limit if memory else None,
+        "unattributed_bytes": state.unattributed if memory else None,
+        "clean": state.clean,
+    }
+
+
+def _holder(verdict: Verdict, decision: Decision, selected: Sequence[str], booted: float) -> dict[str, object]:
+    holder, process = decision.holder, decision.holder.process
+    fate = verdict.fates.get(process.identity)
+    gpus = held(holder)
+    return {
+        "pid": process.pid,
+        "started": round(booted + process.began, 2),
+        "comm": printable(process.comm),
+        "user": printable(process.user or str(process.uid)),
+        "owner": printable(holder.owner.word),
+        "state": process.state,
+        "gpus": [uuid for uuid in selected if uuid in gpus] + sorted(gpus.difference(selected)),
+        "bytes": holder.bytes_on(selected),
+        "evidence": list(holder.evidence),
+        "action": decision.action.value,
+        "reason": printable(decision.reason),
+        "rule": None if decision.rule is None else printable(decision.rule),
+        "fate": None if fate is None else fate.value,
+    }
+
+
+# For people ----------------------------------------------------------------------------------------------------------
+
+
+def table(verdict: Verdict) -> str:
+    """What ``check`` prints: every GPU, every holder with what would become of it and why, the verdict, its hints."""
+    lines = [*_gpus(verdict.gpus, judged=True), "", *_holders(verdict.gpus, verdict.decisions, judged=True), ""]
+    others = "".join(f" (also: {outcome.value})" for outcome in verdict.outcomes[1:])
+    lines.append(f"{verdict.outcome.value}{others}, exit status {verdict.exit}: {printable(verdict.message)}")
+    lines += [f"  hint: {printable(hint)}" for hint in verdict.hints]
+    return "\n".join(lines) + "\n"
+
+
+def overview(gpus: Sequence[GpuState], decisions: Sequence[Decision]) -> str:
+    """What ``status`` prints: GPUs and holders as they are, without a word of judgement."""
+    return "\n".join([*_gpus(gpus, judged=False), "", *_holders(gpus, decisions, judged=False)]) + "\n"
+
+
+def _gpus(gpus: Sequence[GpuState], *, judged: bool) -> list[str]:
+    if not gpus:
+        return ["no GPU selected"]
+    head = ["GPU", "UUID", "USED"]
+    rows = [[*head, "LIMIT", "UNATTRIBUTED", "CLEAN", ""] if judged else [*head, "TOTAL", ""]]
+    for state in gpus:
+        memory = state.reading.memory
+        row = [str(state.gpu.index), short(state.gpu.uuid)]
+        if judged:
+            used, limit = amounts(memory.used, state.limit) if memory else ("?", "?")
+            unattributed = mib(state.unattributed) if memory else "?"
+            rows.append([*row, used, limit, unattributed, "yes" if state.clean else "no", printable(state.fault)])
+        else:
+            fault = state.reading.fault or state.gpu.fault or ""
+            used, total = (mib(memory.used), mib(memory.total)) if memory else ("?", "?")
+            rows.append([*row, used, total, printable(fault)])
+    return _columns(rows, right=(0, 2, 3, 4) if judged else (0, 2, 3))
+
+
+def _holders(gpus: Sequence[GpuState], decisions: Sequence[Decision], *, judged: bool) -> list[str]:
+    if not decisions:
+        return ["no holders"]
+    head = ["PID", "USER", "COMMAND", "OWNER", "GPU", "MEMORY", "EVIDENCE"]
+    rows = [[*head, "ACTION", "REASON"] if judged else head]
+    selected = [state.gpu.uuid for state in gpus]
+    for decision in decisions:
+        holder, process = decision.holder, decision.holder.process
+        share = holder.bytes_on(selected)
+        uuids = held(holder)
+        row = [
+            str(process.pid),
+            printable(process.user or str(process.uid), 32),
+            printable(process.comm, 64),
+            printable(holder.owner.word, 64),
+            indices(state.gpu.index for state in gpus if state.gpu.uuid in uuids) or "-",
+            "-" if share is None else mib(share),
+            ",".join(holder.evidence) or "-",
+        ]
+        rule = "" if decision.rule is None else f" (rule {printable(decision.rule, 64)})"
+        rows.append([*row, decision.action.value, printable(decision.reason) + rule] if judged else row)
+    return _columns(rows, right=(0, 5))
+
+
+def short(uuid: str) -> str:
+    """The kind and the first eight digits: what people compare, and a prefix that CUDA and the policy accept."""
+    return printable(uuid, 64)[:12] or "?"
+
+
+def indices(numbers: Iterable[int]) -> str:
+    """``0-3,7`` for 0, 1, 2, 3 and 7."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        first, last = spans[-1] if spans else (number, -2)
+        if last == number - 1:
+            spans[-1] = (first, number)
+        else:
+            spans.append((number, number))
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _columns(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+
+    def cell(column: int, text: str) -> str:
+        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
+
+    return ["  ".join(cell(column, text) for column, text in enumerate(row)).rstrip() for row in rows]

@@ -1,0 +1,160 @@
+"""Whose start this is, which policy holds for it, and in which environment its server will run.
+
+It gathers what the host says and hands it to the pure stages; every fault is a Refusal that names its place.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Optional
+
+from . import owners, policy, quantities
+from .host import files, procfs
+from .host.systemd import Systemd, SystemdError
+from .model import Outcome, Refusal
+from .policy import Layer, Policy
+
+FOLDERS = ("/etc/gpuprestart", "/run/gpuprestart", "/usr/lib/gpuprestart")
+
+#: What selects GPUs, of all that an environment may say.
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
+
+_SAFE = ("the file and its folders must be root's, and writable by nobody else: chown root, chmod go-w",)
+
+#: While a unit is in one of these states its control process is one that may judge for it.
+CONTROL_STATES = ("condition", "start-pre", "stop-post")
+
+
+def full_name(unit: str) -> str:
+    """``x`` means ``x.service``, as for systemctl."""
+    return unit if "." in unit else f"{unit}.service"
+
+
+# The policy ------------------------------------------------------------------------------------------------------------
+
+
+def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -> Policy:
+    """The policy for a unit, from ``file`` or from the search path, with the command line's deadline over it."""
+    layers = [_layer(file, overlay=False)] if file else []
+    names = [] if file else [("policy.toml", False)]
+    names += [(name, True) for name in (policy.overlay_names(unit) if unit else ())]
+    for name, overlay in names:
+        path = files.find_first(name, FOLDERS)
+        if path is not None:
+            layers.append(_layer(path, overlay=overlay))
+    loaded = policy.parse([layer for layer in layers if layer is not None])
+    if deadline is None:
+        return loaded
+    try:
+        total = quantities.duration(deadline)
+    except ValueError as error:
+        raise Refusal(Outcome.CONFIG, f"--deadline: {error}") from error
+    return replace(loaded, deadline=replace(loaded.deadline, total=total))
+
+
+def _layer(path: str, *, overlay: bool) -> Layer:
+    try:
+        content = files.read_safely(path, trusted_owner=0 if os.geteuid() == 0 else None)
+        if content is None:
+            raise Refusal(Outcome.CONFIG, f"{path}: there is no such file", ["give --policy a file that is there"])
+        return Layer(path=path, text=files.as_text(path, content), overlay=overlay)
+    except files.UnsafeFile as error:
+        raise Refusal(Outcome.CONFIG, str(error), _SAFE) from error
+
+
+# The unit --------------------------------------------------------------------------------------------------------------
+
+
+def certain_unit(environ: Mapping[str, str], cgroup: str, lineage: Sequence[int]) -> Optional[str]:
+    """The unit whose control process we certainly are, without asking anybody; None where that is not certain.
+
+    SYSTEMD_EXEC_PID is what systemd executed: ourselves, or the shell around us. In a cron job or a login it may be
+    inherited from the daemon, whose unit then carries other people's processes.
+    """
+    named = owners.candidates(cgroup)
+    executed = environ.get("SYSTEMD_EXEC_PID", "")
+    if len(named) != 1 or not named[0].endswith(".service") or owners.carrier(named[0]):
+        return None
+    return named[0] if executed.isdigit() and int(executed) in lineage else None
+
+
+def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[owners.Own]:
+    """The unit whose control process we are or descend from, as systemd says; None if there is none.
+
+    Raises Refusal where systemd gives no answer though our cgroup names a service: whose start it is decides too much
+    to be guessed.
+    """
+    named = owners.candidates(cgroup)
+    try:
+        units = systemd.units(named)
+    except SystemdError as error:
+        raise Refusal(
+            Outcome.UNKNOWN,
+            f"cannot tell whose start this is: {error}",
+            ["see whether systemd answers: systemctl show"],
+        ) from error
+    unit = owners.unit_of(cgroup, units)
+    if unit is None or not unit.name.endswith(".service") or unit.sub_state not in CONTROL_STATES:
+        return None
+    if unit.control_pid not in lineage:
+        return None
+    ahead = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+    return owners.Own(unit=unit, boottime_ahead=int(ahead * 1_000_000), ticks_per_second=procfs.TICKS)
+
+
+def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
+    """What of a unit's environment selects GPUs, from its Environment= and EnvironmentFile= as systemd tells them."""
+    try:
+        said = systemd.properties(unit, ("LoadState", "Environment", "EnvironmentFiles"))
+    except SystemdError as error:
+        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about {unit}: {error}") from error
+    if said.get("LoadState") != "loaded":
+        raise Refusal(
+            Outcome.CONFIG,
+            f"--unit: systemd has no unit {unit} to start ({said.get('LoadState', 'not-found')})",
+            ["systemctl list-unit-files shows what there is"],
+        )
+    found = _assignments(shlex.split(said.get("Environment", "")))
+    # systemd reads the files after the settings of the unit, and the later assignment wins.
+    for line in said.get("EnvironmentFiles", "").split("\n"):
+        if line:
+            path, _, options = line.rpartition(" (ignore_errors=")
+            found.update(_environment_file(path, optional=options.startswith("yes")))
+    return found
+
+
+def _assignments(words: Sequence[str]) -> dict[str, str]:
+    pairs = (word.partition("=") for word in words)
+    return {name: value for name, equals, value in pairs if equals and name in VARIABLES}
+
+
+def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
+    """The variables that count here. Their values are plain words, so lines that need more than quotes are refused."""
+    import glob
+
+    found: dict[str, str] = {}
+    paths = sorted(glob.glob(path)) if any(sign in path for sign in "*?[") else [path]
+    for each in paths:
+        try:
+            with open(each, encoding="utf-8", errors="surrogateescape") as file:
+                lines = file.read(1 << 20).split("\n")
+        except OSError as error:
+            if optional:
+                continue
+            raise Refusal(Outcome.CONFIG, f"EnvironmentFile={each}: {error.strerror}") from error
+        for number, line in enumerate(lines, start=1):
+            name = line.partition("=")[0].strip()
+            if name not in VARIABLES:
+                continue
+            try:
+                words = shlex.split(line.partition("=")[2], comments=False)
+            except ValueError as error:
+                raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: {error}") from error
+            if len(words) > 1 or line.endswith("\\"):
+                raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: its value is not one word", ["quote it"])
+            found[name] = words[0] if words else ""
+    return found

@@ -1,0 +1,201 @@
+"""Text that may be shown: escaped, bounded, without secrets, with amounts that tell the truth.
+
+Knows how command lines carry secrets and how sizes round. Refuses to know where a text goes: what passes through here
+is fit for a terminal, for the journal and for JSON alike. Where something may or may not be a secret, it is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Optional
+
+from .model import MIB
+
+REDACTED = "[redacted]"
+
+#: How much of a command line is looked at: its author is not our friend, and may have made it 2 MiB long.
+_WINDOW = 8192
+
+_NAME = re.compile(r"(?<![\w.-])([-.]*)(\w[\w.-]*)")
+_SECRET = re.compile(
+    r"key|token|secret|passw|passphrase|pwd|credential|auth|bearer|cookie|jwt|webhook|signature"
+    r"|(?:pass|pw)(?=$|[-_.])|(?:^|[-_.])(?:creds?|dsn|sig|t?otp)(?=$|[-_.])",
+    re.IGNORECASE,
+)
+#: Words that only look like one of the above; they are taken out of a name before it is judged.
+_HARMLESS = re.compile(
+    r"(?:de)?tokeni[sz](?:e|ed|ers?|ing|ation)(?![a-z])|authors?(?![a-z])"
+    r"|monkey|keyboard|keyring|bypass|compass|(?-i:^(?:OLD)?PWD$)",
+    re.IGNORECASE,
+)
+_TOKENS = re.compile(r"tokens(?![a-z])", re.IGNORECASE)
+_COUNT = re.compile(r"\d{1,9}[kKmM]?")
+_FILE = re.compile(r"(?:file|path|dir|map)$", re.IGNORECASE)
+#: Options of this kind take no value, unless what follows is no option.
+_FLAG = re.compile(r"(?:allow|disable|enable|no|require|return|skip|use|with|without)[-_]", re.IGNORECASE)
+
+_ASSIGNED = re.compile(r"(?:\\*[\"'])?\]?\s*[=:]+>?\s*")
+_FOLLOWED = re.compile(r"\\*[\"']?[\s,=:]+")
+_WORD = re.compile(r"[^\s,;&\"'}\])]*")
+_QUOTE = re.compile(r"\\*[\"']")
+
+#: A name alone in front of the "@" is hidden as well: it may be a token. The second form is a password with a slash.
+_URL = re.compile(r"://(?:[^\s/?#]*|[^\s/@?#]*:[^\s@]{0,256})@")
+_LOGIN = re.compile(r"-u|--(?:proxy-)?user")
+_SHAPE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{8,}|gh[a-z]_[A-Za-z0-9]{8,}|(?:github|dckr)_pat_\w{8,}|npm_[A-Za-z0-9]{16,}"
+    r"|(?:sk|pk|rk|gsk|nvapi|glpat|xox[a-z])[-_][\w-]{8,}|pypi-AgE[\w-]{8,}|AIza[\w-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{12,}"
+    r"|eyJ[\w-]{6,}(?:\.[\w-]*)*|(?i:bearer|basic)\s+[\w.~+/=-]{8,}|hooks\.slack\.com/services/\S+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.)*)"
+)
+
+
+def printable(text: str, limit: int = 1000) -> str:
+    """``text`` on one line, at most ``limit`` characters long, with nothing in it that a terminal would obey.
+
+    Everything that Python does not call printable is escaped: controls, line ends, bidirectional overrides and other
+    format characters, what Unicode has not assigned; and bytes that were not UTF-8, which arrive as surrogates.
+    """
+    if len(text) <= limit and text.isprintable():
+        return text
+    pieces: list[str] = []
+    room = limit
+    for char in text:
+        piece = char if char.isprintable() else _escaped(ord(char))
+        if len(piece) > room:
+            # An escape is shown whole or not at all.
+            while room < 1:
+                room += len(pieces.pop())
+            return "".join(pieces) + "…"
+        pieces.append(piece)
+        room -= len(piece)
+    return "".join(pieces)
+
+
+def _escaped(code: int) -> str:
+    if 0xDC80 <= code <= 0xDCFF:
+        return f"\\x{code - 0xDC00:02x}"
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def mib(amount: int, digits: int = 0) -> str:
+    """``amount`` bytes in MiB, rounded up: what is not nothing never reads ``0 MiB``."""
+    scale: int = 10**digits
+    scaled = -(-amount * scale // MIB)
+    return f"{scaled // scale}.{scaled % scale:0{digits}d} MiB" if digits else f"{scaled} MiB"
+
+
+def amounts(used: int, limit: int) -> tuple[str, str]:
+    """Both in MiB, with as many digits as it takes for ``used`` to read above ``limit`` where it is, and only there."""
+    for digits in (0, 1, 3, 7):
+        scale: int = 10**digits
+        if (-(-used * scale // MIB) > -(-limit * scale // MIB)) == (used > limit):
+            break
+    return mib(used, digits), mib(limit, digits)
+
+
+def redacted(argv: Sequence[str], limit: int = 2000) -> str:
+    """The command line as one printable line, every secret in it replaced by ``[redacted]``."""
+    shown: list[str] = []
+    expecting: Optional[str] = None
+    before = ""
+    for argument in _bounded(argv):
+        login = _LOGIN.fullmatch(before) and ":" in argument and not _COUNT.match(argument)
+        if login or (expecting is not None and _is_value(expecting, argument)):
+            shown.append(REDACTED)
+            # What was hidden may have been an option after all, whose value follows.
+            expecting = _scan(argument)[1] if argument.startswith("-") else None
+        else:
+            text, expecting = _scan(argument)
+            shown.append(text)
+        before = argument
+    return printable(" ".join(shown), limit)
+
+
+def _bounded(argv: Sequence[str]) -> Iterable[str]:
+    left = _WINDOW
+    for argument in argv:
+        if len(argument) > left:
+            # The cut may leave half a secret, which nothing would recognise: the whole last word goes.
+            word = max(argument.rfind(end, 0, left) for end in " \t\n\"'")
+            yield argument[: word + 1] + "…"
+            return
+        yield argument
+        left -= len(argument) + 1
+
+
+def _is_secret(name: str) -> bool:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return _SECRET.search(_HARMLESS.sub("", words)) is not None
+
+
+def _is_value(name: str, value: str) -> bool:
+    """Whether ``value``, which follows a name that sounds secret, has to be hidden."""
+    if value.startswith("-") and _FLAG.match(name):
+        return False
+    if _COUNT.fullmatch(value) and not _is_secret(_TOKENS.sub("", name)):
+        return False
+    if value.startswith(("/", "./", "~/")) and _FILE.search(name):
+        return False
+    return value.lower() not in ("true", "false", "null", "none")
+
+
+def _scan(argument: str) -> tuple[str, Optional[str]]:
+    """One argument without its secrets, and the name at its end whose secret is the next argument, if there is one."""
+    text = _SHAPE.sub(REDACTED, _URL.sub(f"://{REDACTED}@", argument))
+    shown: list[str] = []
+    done = position = head = 0
+    while True:
+        found = _NAME.search(text, position)
+        if found is None:
+            return "".join(shown) + text[done:], None
+        position = found.end()
+        assigned = text.startswith("=", position)
+        # In "--env=NAME=a b" nothing but the end of the argument ends the value; inside a script a space does.
+        whole = assigned and found.start() == head
+        head = position + 1 if whole else -1
+        name = found.group(2)
+        if not _is_secret(name):
+            continue
+        option = "-" in found.group(1)
+        separator = (_FOLLOWED if option else _ASSIGNED).match(text, position)
+        if separator is None or separator.end() == len(text):
+            if separator is None and (not option or position < len(text)):
+                continue
+            return "".join(shown) + text[done:], None if assigned else name
+        start = separator.end()
+        if not _is_value(name, text[start:] if whole else _WORD.match(text, start).group()):  # type: ignore[union-attr]
+            position = start
+            continue
+        position = len(text) if whole else _end_of_value(text, start, ":" in separator.group())
+        shown += (text[done:start], REDACTED)
+        done = position
+
+
+def _end_of_value(text: str, start: int, header: bool) -> int:
+    """Where the value ends that begins at ``start``; in doubt at the end of the argument.
+
+    After a colon, as in a header, it may contain spaces; a quotation mark that was open before it ends it.
+    """
+    position = start + len(REDACTED) if text.startswith(REDACTED, start) else start
+    if text[position : position + 1] in ("{", "[", "("):
+        return len(text)
+    header = header and _QUOTE.match(text, position) is None
+    while position < len(text):
+        quote = _QUOTE.match(text, position)
+        if quote is not None:
+            mark = quote.group()
+            if position > start and text.count(mark, 0, start) % 2:
+                return position
+            closing = re.compile(r"(?<!\\)" + re.escape(mark)).search(text, quote.end())
+            if closing is None:
+                return len(text)
+            position = closing.end()
+        elif text[position] == "\n" or (text[position].isspace() and not header):
+            return position
+        else:
+            position += 1
+    return position

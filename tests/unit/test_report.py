@@ -1,0 +1,264 @@
+"""Verdict -> sentence, STATUS=, JSON, tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, Optional
+
+import pytest
+
+from gpuprestart.model import (
+    MIB,
+    Action,
+    Decision,
+    Fate,
+    Gpu,
+    GpuState,
+    Holder,
+    Memory,
+    Outcome,
+    Owner,
+    OwnerKind,
+    Process,
+    Reading,
+    Unit,
+    Verdict,
+)
+from gpuprestart.report import as_json, held, indices, overview, sentence, short, status_line, table
+
+HOSTILE = "a\nPRIORITY=0\x1b[31m"
+
+
+def state(index: int, used: Optional[int], *, fault: str = "") -> GpuState:
+    uuid = f"GPU-{index:08x}-aaaa"
+    memory = None
+    if used is not None:
+        memory = Memory(used=used, free=80_000 * MIB, total=81_920 * MIB, reserved=500 * MIB, call="v2")
+    clean = used is not None and used <= 64 * MIB
+    return GpuState(
+        gpu=Gpu(index=index, uuid=uuid, name="NVIDIA H100", pci=f"00000000:{index:02X}:00.0", minor=index),
+        reading=Reading(uuid=uuid, memory=memory, fault=None if memory else "GPU is lost"),
+        limit=64 * MIB,
+        unattributed=0 if clean else used or 0,
+        clean=clean,
+        fault=fault,
+    )
+
+
+def decision(comm: str = "python3", action: Action = Action.KILL, **fields: Any) -> Decision:
+    path = "/system.slice/old.service"
+    process = Process(
+        pid=4711,
+        started=12_345,
+        began=123.45,
+        ppid=1,
+        comm=comm,
+        state="S",
+        uid=990,
+        cgroup=path,
+        user="model",
+        cmdline="x [redacted]",
+    )
+    unit = Unit(name="old.service", load_state="loaded", active_state="failed", sub_state="failed", control_group=path)
+    owner = Owner(kind=OwnerKind.UNIT, word="unit:old.service", unit=unit)
+    holder = Holder(process=process, owner=owner, **fields)
+    return Decision(holder=holder, action=action, reason="was left behind by old.service, which is failed")
+
+
+def verdict(**fields: Any) -> Verdict:
+    base = Verdict(
+        outcomes=(Outcome.PROTECTED,),
+        exit=75,
+        unit="sglang-qwen.service",
+        message="GPU 3 is held by ollama.service (ollama[812], 5120 MiB)",
+        hints=("systemctl stop ollama.service", "or choose other GPUs"),
+        time=1_700_000_000.5,
+        run="0123abcd",
+        boot_id="b007",
+        driver="570.86",
+        nvml_path="/usr/lib/libnvidia-ml.so.1",
+        policy_files=("/etc/gpuprestart/policy.toml",),
+        duration=1.23456,
+        phases={"measure": 0.12345, "survey": 0.2, "evict": 0.0, "drain": 0.9, "preconditions": 0.0},
+    )
+    return replace(base, **fields)
+
+
+def test_sentence_is_the_word_the_message_and_the_first_hint() -> None:
+    assert sentence(verdict()) == (
+        "protected: GPU 3 is held by ollama.service (ollama[812], 5120 MiB); systemctl stop ollama.service"
+    )
+    assert sentence(verdict(hints=())).endswith("5120 MiB)")
+    assert sentence(verdict(message="Held.")).startswith("protected: Held; ")
+    assert sentence(verdict(message="protected: x", hints=())) == "protected: x"
+
+
+@pytest.mark.case("D5")
+def test_sentence_is_one_printable_line_that_a_long_message_cannot_rob_of_its_hint() -> None:
+    line = sentence(verdict(message=HOSTILE * 100))
+    assert line.isprintable() and line.endswith("systemctl stop ollama.service") and len(line) < 1000
+
+
+@pytest.mark.parametrize(
+    ("outcome", "start"),
+    [
+        (Outcome.PROTECTED, "At 14:03:22 gpuprestart refused the start: protected: GPU 3"),
+        (Outcome.CONFIG, "At 14:03:22 gpuprestart refused the start: config: "),
+        (Outcome.CLEAN, "At 14:03:22 gpuprestart found the GPUs clean: clean: "),
+        (Outcome.CLEANED, "At 14:03:22 gpuprestart cleaned the GPUs: cleaned: "),
+        (Outcome.INTERRUPTED, "At 14:03:22 gpuprestart was interrupted: "),
+        (Outcome.INTERNAL, "At 14:03:22 gpuprestart failed: "),
+        (Outcome.BYPASSED, "At 14:03:22 gpuprestart let this start pass unproved: "),
+        (Outcome.NONE, "At 14:03:22 gpuprestart had no GPU to judge: "),
+    ],
+)
+def test_status_line_says_when_and_in_the_past_tense(outcome: Outcome, start: str) -> None:
+    line = status_line(verdict(outcomes=(outcome,)), "14:03:22")
+    assert line.startswith(start) and line.endswith("systemctl stop ollama.service")
+
+
+def test_held_believes_nvml_before_open_nodes() -> None:
+    nodes = frozenset({"A", "B"})
+    assert held(decision(listed={"A": 1}, opened=nodes).holder) == {"A"}
+    assert held(decision(opened=frozenset("A"), mapped=frozenset("B")).holder) == nodes
+
+
+def test_json_has_exactly_the_fields_of_the_contract() -> None:
+    one = state(0, 1523 * MIB)
+    who = decision(listed={"GPU-other": 7, one.gpu.uuid: 1520 * MIB}, opened=frozenset({one.gpu.uuid}))
+    document = json.loads(as_json(verdict(gpus=(one,), decisions=(who,)), booted=1_699_999_000.0))
+    assert document == {
+        "version": 1,
+        "outcome": "protected",
+        "outcomes": ["protected"],
+        "exit": 75,
+        "unit": "sglang-qwen.service",
+        "message": "GPU 3 is held by ollama.service (ollama[812], 5120 MiB)",
+        "hints": ["systemctl stop ollama.service", "or choose other GPUs"],
+        "time": 1_700_000_000.5,
+        "run": "0123abcd",
+        "boot_id": "b007",
+        "driver": "570.86",
+        "nvml_path": "/usr/lib/libnvidia-ml.so.1",
+        "policy_files": ["/etc/gpuprestart/policy.toml"],
+        "duration_s": 1.235,
+        "phases": {"measure": 0.123, "survey": 0.2, "evict": 0.0, "drain": 0.9, "preconditions": 0.0},
+        "gpus": [
+            {
+                "index": 0,
+                "uuid": one.gpu.uuid,
+                "name": "NVIDIA H100",
+                "pci": "00000000:00:00.0",
+                "parent": None,
+                "memory_call": "v2",
+                "used_bytes": 1523 * MIB,
+                "reserved_bytes": 500 * MIB,
+                "total_bytes": 81_920 * MIB,
+                "limit_bytes": 64 * MIB,
+                "unattributed_bytes": 1523 * MIB,
+                "clean": False,
+            }
+        ],
+        "holders": [
+            {
+                "pid": 4711,
+                "started": 1_699_999_123.45,
+                "comm": "python3",
+                "user": "model",
+                "owner": "unit:old.service",
+                "state": "S",
+                "gpus": [one.gpu.uuid, "GPU-other"],
+                "bytes": 1520 * MIB,
+                "evidence": ["nvml", "fd"],
+                "action": "kill",
+                "reason": "was left behind by old.service, which is failed",
+                "rule": None,
+                "fate": None,
+            }
+        ],
+    }
+
+
+def test_json_says_null_where_nothing_is_known() -> None:
+    who = decision()
+    fates = {who.holder.process.identity: Fate.TERMINATED}
+    document = json.loads(
+        as_json(verdict(gpus=(state(0, None),), decisions=(who,), fates=fates, unit=None), booted=0.0)
+    )
+    gpu, holder = document["gpus"][0], document["holders"][0]
+    unknown = ("memory_call", "used_bytes", "reserved_bytes", "total_bytes", "limit_bytes", "unattributed_bytes")
+    assert [gpu[name] for name in unknown] == [None] * 6
+    assert (document["unit"], holder["bytes"], holder["fate"], gpu["clean"]) == (None, None, "terminated", False)
+
+
+@pytest.mark.case("D5")
+def test_json_and_tables_carry_nothing_hostile() -> None:
+    who = decision(HOSTILE, opened=frozenset({state(0, 0).gpu.uuid}))
+    dirty = verdict(gpus=(state(0, 1523 * MIB, fault=HOSTILE),), decisions=(who,), message=HOSTILE, hints=(HOSTILE,))
+    document = as_json(dirty, booted=0.0)
+    assert document.isascii() and document.isprintable()
+    assert json.loads(document)["holders"][0]["comm"] == "a\\x0aPRIORITY=0\\x1b[31m"
+    for text in (table(dirty), overview(dirty.gpus, dirty.decisions)):
+        assert text.replace("\n", "").isprintable()
+        assert not any(line.startswith("PRIORITY=0") for line in text.splitlines())
+
+
+def test_table() -> None:
+    gpus = (
+        state(0, 1523 * MIB, fault="1523 MiB used, limit 64 MiB"),
+        state(1, 3 * MIB),
+        state(2, 3 * MIB),
+        state(9, None),
+    )
+    uuids = frozenset(each.gpu.uuid for each in gpus[:3])
+    first = decision(listed={gpus[0].gpu.uuid: 1520 * MIB})
+    second = replace(decision("sh", Action.SPARE, opened=uuids), rule="mine")
+    text = table(verdict(gpus=gpus, decisions=(first, second), outcomes=(Outcome.PROTECTED, Outcome.UNKNOWN)))
+    reason = "was left behind by old.service, which is failed"
+    assert text.splitlines() == [
+        "GPU  UUID              USED   LIMIT  UNATTRIBUTED  CLEAN",
+        "  0  GPU-00000000  1523 MiB  64 MiB      1523 MiB  no     1523 MiB used, limit 64 MiB",
+        "  1  GPU-00000001     3 MiB  64 MiB         0 MiB  yes",
+        "  2  GPU-00000002     3 MiB  64 MiB         0 MiB  yes",
+        "  9  GPU-00000009         ?       ?             ?  no",
+        "",
+        " PID  USER   COMMAND  OWNER             GPU    MEMORY  EVIDENCE  ACTION  REASON",
+        f"4711  model  python3  unit:old.service  0    1520 MiB  nvml      kill    {reason}",
+        f"4711  model  sh       unit:old.service  0-2         -  fd        spare   {reason} (rule mine)",
+        "",
+        "protected (also: unknown), exit status 75: GPU 3 is held by ollama.service (ollama[812], 5120 MiB)",
+        "  hint: systemctl stop ollama.service",
+        "  hint: or choose other GPUs",
+    ]
+
+
+def test_overview_has_no_word_of_judgement() -> None:
+    gpus = (state(0, 1523 * MIB), state(1, None))
+    text = overview(gpus, (decision(listed={gpus[0].gpu.uuid: None}),))
+    assert text.splitlines() == [
+        "GPU  UUID              USED      TOTAL",
+        "  0  GPU-00000000  1523 MiB  81920 MiB",
+        "  1  GPU-00000001         ?          ?  GPU is lost",
+        "",
+        " PID  USER   COMMAND  OWNER             GPU  MEMORY  EVIDENCE",
+        "4711  model  python3  unit:old.service  0         -  nvml",
+    ]
+    assert overview((), ()) == "no GPU selected\n\nno holders\n"
+
+
+def test_a_table_that_is_just_over_the_limit_reads_so() -> None:
+    line = table(verdict(gpus=(state(0, 64 * MIB + 1),))).splitlines()[1]
+    assert "65 MiB  64 MiB" in line
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((), ""), ((3,), "3"), ((7, 0, 1, 3, 2), "0-3,7"), ((0, 2, 4, 5), "0,2,4-5")]
+)
+def test_indices(numbers: tuple[int, ...], text: str) -> None:
+    assert indices(numbers) == text
+
+
+def test_short() -> None:
+    assert short("GPU-1b2c3d4e-5f60-7182") == "GPU-1b2c3d4e"
+    assert short("") == "?"
