@@ -126,7 +126,7 @@ def _verdict(options: argparse.Namespace, host: Host) -> Verdict:
             deadline=options.deadline,
         )
         return hook.clean(chosen, host) if options.verb == "clean" else hook.check(chosen, host)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  Whatever it is, systemd must hear a status that refuses.
         import traceback
 
         traceback.print_exc()

@@ -1,8 +1,8 @@
 """The straight line of a run: settings, measure, survey, judge, evict, drain, verdict.
 
-Whose start it is and what its policy says is read while the driver initialises. Then the machine is surveyed and judged;
-what is stale is ended, what is awaited is waited for, and everything is looked at again, until every selected GPU is
-proved clean and stays so, until somebody alive stands in the way, or until the deadline.
+Whose start it is and what its policy says is read while the driver initialises. Then the machine is surveyed and
+judged; what is stale is ended, what is awaited is waited for, and everything is looked at again, until every selected
+GPU is proved clean and stays so, until somebody alive stands in the way, or until the deadline.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from .host import cgroupfs, procfs
 from .host.nvml import Driver, DriverError, traces
 from .host.systemd import Systemd
 from .ledger import Ledger
-from .model import Action, Decision, Gpu, Inventory, Interrupted, Outcome, Plan, Reading, Refusal, Survey, Verdict, Wait
+from .model import Action, Decision, Gpu, Interrupted, Inventory, Outcome, Plan, Reading, Refusal, Survey, Verdict, Wait
 from .policy import Policy
+from .story import Story
 from .survey import Ask, Surveyor, Unseen
-from .verdict import Story, conclude
+from .verdict import conclude
 
 #: Seconds after which everything is looked at again while memory is awaited, and how much of the time that may take.
 LOOK_AGAIN = 2.0
@@ -134,12 +135,13 @@ def _straight_line(options: Options, host: Host, ledger: Ledger, *, checking: bo
     )
     _announce(start, inventory, gpus, ledger)
     if checking:
-        _look(surveyor, policy, judge.History(), ledger)
+        _, plan, _ = _look(surveyor, policy, judge.History(), ledger)
+        ledger.note(proved=plan.clean)
     else:
         _clean(policy, surveyor, host, ledger, deadline=deadline, protected_until=began + policy.deadline.protected)
 
 
-# Whose start, which GPUs -----------------------------------------------------------------------------------------------
+# Whose start, which GPUs ---------------------------------------------------------------------------------------------
 
 
 def _start(options: Options, host: Host, ledger: Ledger, cgroup: str, lineage: Sequence[int]) -> Start:
@@ -195,6 +197,7 @@ def _quick(start: Start, gpus: Sequence[Gpu], host: Host, ledger: Ledger, cgroup
     plan = judge.plan(start.policy, survey, judge.History())
     if plan.clean:
         ledger.planned(survey, plan)
+        ledger.note(proved=True)
     return plan.clean
 
 
@@ -225,7 +228,7 @@ def _announce(start: Start, inventory: Inventory, gpus: Sequence[Gpu], ledger: L
             ledger.write(events.warning(ledger.context, text, gpu=gpu))
 
 
-# Survey, judge, evict, drain -------------------------------------------------------------------------------------------
+# Survey, judge, evict, drain -----------------------------------------------------------------------------------------
 
 
 def _look(
@@ -250,14 +253,15 @@ def _clean(
         survey, plan, history = _look(surveyor, policy, history, ledger)
         now = clock()
         if plan.clean and (settled or not ledger.dirty):
+            ledger.note(proved=True)
             return
         if _over(plan, ledger, now, deadline=deadline, protected_until=protected_until):
             return
         if plan.evict and not plan.blocking:
             rounds += 1
-            ledger.note(rounds=rounds, respawning=rounds > MOST_ROUNDS)
             if rounds > MOST_ROUNDS:
                 return
+            ledger.note(rounds=rounds)
             _evict(policy, survey, plan, surveyor, host, ledger, deadline=deadline)
             history = judge.ended(history, attributed=ledger.ended_attributed)
             continue

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Callable, Optional
+from enum import Enum
+from typing import Callable
 
 from . import infrastructure, rules
-from .model import MIB, Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
+from .model import Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
 from .owners import carrier
 from .policy import Policy
+from .text import amounts, mib
 
 
 @dataclass(frozen=True)
@@ -51,51 +53,73 @@ def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
 
 def plan(policy: Policy, survey: Survey, history: History) -> Plan:
     """What should be done now. The same survey and history always give the same plan."""
-    decided = [decide(policy, survey, holder) for holder in survey.holders]
-    ours = frozenset(gpu.uuid for gpu in survey.gpus)
     unexplained = frozenset(gpu.uuid for gpu in survey.gpus if _is_unexplained(policy, survey, gpu))
-    blocking: list[Decision] = []
-    evict: list[Decision] = []
-    later: list[Decision] = []
-    awaited: list[Decision] = []
-    suspects: list[Decision] = []
-    shown: list[Decision] = []
-    for decision in decided:
-        holder, action = decision.holder, decision.action
-        attributed = bool(ours & set(holder.listed))
-        suspected = not holder.listed and (holder.opened | holder.mapped) & unexplained
-        if action is Action.KILL and (attributed or holder.owner.kind is OwnerKind.OWN_PREVIOUS):
-            evict.append(decision)
-        elif action is Action.KILL and suspected:
-            due = not history.ended_attributed or any(
-                survey.at - history.unexplained_since.get(uuid, survey.at) >= policy.deadline.term for uuid in suspected
-            )
-            (evict if due else later).append(decision)
-        elif action is Action.REFUSE and attributed:
-            blocking.append(decision)
-        elif action is Action.WAIT and attributed:
-            awaited.append(decision)
-        elif suspected and action is not Action.SPARE:
-            suspects.append(decision)
-        elif action is not Action.SPARE:
-            decision = replace(
-                decision, action=Action.NONE, reason=f"holds no memory here that counts ({decision.reason})"
-            )
-        shown.append(decision)
-    states = tuple(_state(policy, survey, gpu, decided) for gpu in survey.gpus)
-    blocking += _too_much_spared(policy, survey, decided)
+    decided = [decide(policy, survey, holder) for holder in survey.holders]
+    placed = [(_role(policy, survey, history, each, unexplained), each) for each in decided]
+    blocking = [each for role, each in placed if role is Role.BLOCKING] + _too_much_spared(policy, survey, decided)
+    if blocking:
+        # The server will not start anyway, so nobody is ended for it, however stale.
+        placed = [(Role.IDLE if role in (Role.EVICT, Role.LATER) else role, each) for role, each in placed]
+
+    def having(role: Role) -> tuple[Decision, ...]:
+        return tuple(each for found, each in placed if found is role)
+
     return Plan(
-        gpus=states,
-        decisions=tuple(shown),
+        gpus=tuple(_state(policy, survey, gpu, decided) for gpu in survey.gpus),
+        decisions=tuple(_shown(role, each) for role, each in placed),
         blocking=tuple(blocking),
-        evict=tuple(evict),
-        later=tuple(later),
-        awaited=tuple(awaited),
-        suspects=tuple(suspects),
+        evict=having(Role.EVICT),
+        later=having(Role.LATER),
+        awaited=having(Role.AWAITED),
+        suspects=having(Role.SUSPECT),
+        unexplained=unexplained,
     )
 
 
-# One GPU ---------------------------------------------------------------------------------------------------------------
+class Role(Enum):
+    """What a holder is to this run, once its owner's row and its evidence are put together."""
+
+    BLOCKING = "wanted, and has memory on a selected GPU"
+    EVICT = "stale, to be ended now"
+    LATER = "stale, but it may not be what the memory is about: to be ended if the memory stays"
+    AWAITED = "has memory on a selected GPU and is going by itself"
+    SUSPECT = "may hold memory that nobody explains, and is nobody's to end"
+    SPARED = "left alone, and its memory not counted"
+    IDLE = "has nothing on a selected GPU that counts"
+
+
+_ATTRIBUTED = {Action.KILL: Role.EVICT, Action.REFUSE: Role.BLOCKING, Action.WAIT: Role.AWAITED}
+
+
+def _role(policy: Policy, survey: Survey, history: History, decision: Decision, unexplained: frozenset[str]) -> Role:
+    holder, action = decision.holder, decision.action
+    if action is Action.SPARE:
+        return Role.SPARED
+    if any(gpu.uuid in holder.listed for gpu in survey.gpus):
+        return _ATTRIBUTED[action]
+    if action is Action.KILL and holder.owner.kind is OwnerKind.OWN_PREVIOUS:
+        return Role.EVICT
+    # Whose memory NVML puts somewhere is no suspect for memory that it puts to nobody.
+    where = (holder.opened | holder.mapped) & unexplained
+    if holder.listed or not where:
+        return Role.IDLE
+    if action is not Action.KILL:
+        return Role.SUSPECT
+    waited = max(survey.at - history.unexplained_since.get(uuid, survey.at) for uuid in where)
+    return Role.LATER if history.ended_attributed and waited < policy.deadline.term else Role.EVICT
+
+
+def _shown(role: Role, decision: Decision) -> Decision:
+    """The decision as it is told: what is in nobody's way is left alone, whatever its owner's row says."""
+    if role is not Role.IDLE:
+        return decision
+    reason = decision.reason
+    if decision.action is Action.KILL:
+        reason = f"{reason}, but nobody is ended while the start is refused, or while it holds nothing"
+    return replace(decision, action=Action.NONE, reason=reason, hint="")
+
+
+# One GPU -------------------------------------------------------------------------------------------------------------
 
 
 def unexplained(survey: Survey, gpu: Gpu) -> int:
@@ -130,9 +154,9 @@ def _state(policy: Policy, survey: Survey, gpu: Gpu, decisions: list[Decision]) 
     needed = policy.memory.min_free.of(memory.total)
     fault = ""
     if memory.used > limit:
-        fault = f"{mib(memory.used)} used, limit {mib(limit)}"
+        fault = "{} used, limit {}".format(*amounts(memory.used, limit))
     elif memory.free < needed:
-        fault = f"{mib(memory.free)} free, {mib(needed)} needed (memory.min_free)"
+        fault = "{1} free, {0} needed (memory.min_free)".format(*amounts(needed, memory.free))
     return GpuState(
         gpu=gpu, reading=reading, limit=limit, unattributed=unexplained(survey, gpu), clean=not fault, fault=fault
     )
@@ -157,12 +181,7 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
     return list(found.values())
 
 
-def mib(size: int) -> str:
-    """Whole MiB, rounded up, so that what is over a limit never reads like the limit."""
-    return f"{-(-size // MIB)} MiB"
-
-
-# One holder ------------------------------------------------------------------------------------------------------------
+# One holder ----------------------------------------------------------------------------------------------------------
 
 
 def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:

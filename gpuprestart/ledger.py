@@ -14,7 +14,7 @@ from typing import Callable, Optional
 from . import events, judge
 from .model import Action, Decision, Fate, GpuState, Interrupted, Plan, Reading, Refusal, Survey
 from .policy import Policy
-from .verdict import Story
+from .story import Story
 
 #: Holders that get a record of their own when they are found; the verdict counts the rest.
 MOST_FOUND = 64
@@ -44,6 +44,7 @@ class Ledger:
         self._killed: dict[Identity, float] = {}
         self._signalled: dict[Identity, float] = {}
         self._freed: set[str] = set()
+        self._recorded: set[Identity] = set()
         self._phases: dict[str, float] = {}
         #: Anything stood against a start at any time in this run.
         self.dirty = False
@@ -71,10 +72,11 @@ class Ledger:
             before = self._seen.get(identity)
             self._seen[identity] = decision
             changed = before is None or (before.action, before.reason) != (decision.action, decision.reason)
-            if changed and decision.action is not Action.NONE and len(self._seen) <= MOST_FOUND:
+            if changed and decision.action is not Action.NONE and len(self._recorded) < MOST_FOUND:
+                self._recorded.add(identity)
                 self._write(events.holder_found(self.context, decision, plan.gpus))
         for identity, decision in self._seen.items():
-            if identity not in alive and identity not in self._fates and decision.action is not Action.NONE:
+            if identity in self._recorded and identity not in alive and identity not in self._fates:
                 self.ended(decision, Fate.EXITED)
 
     def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:
@@ -115,10 +117,6 @@ class Ledger:
     @property
     def denied(self) -> bool:
         return bool(self._denied)
-
-    @property
-    def surviving(self) -> bool:
-        return any(identity not in self._fates for identity in self._killed)
 
     @property
     def ended_attributed(self) -> bool:

@@ -148,7 +148,7 @@ class Reading:
     unlisted: Optional[str] = None
 
 
-# What /proc and systemd say --------------------------------------------------------------------------------------------
+# What /proc and systemd say ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class Owner:
     doubt: str = ""
 
 
-# What they make together -----------------------------------------------------------------------------------------------
+# What they make together ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class Survey:
     kin: frozenset[int] = frozenset()
 
 
-# What is decided -------------------------------------------------------------------------------------------------------
+# What is decided -----------------------------------------------------------------------------------------------------
 
 
 class Action(str, Enum):
@@ -327,6 +327,8 @@ class Plan:
     awaited: tuple[Decision, ...]
     #: May hold unexplained memory, but are nobody's to end.
     suspects: tuple[Decision, ...]
+    #: UUIDs of the GPUs on which no living holder explains more than may be used.
+    unexplained: frozenset[str] = frozenset()
 
     @property
     def clean(self) -> bool:

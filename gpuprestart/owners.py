@@ -14,7 +14,7 @@ from typing import Optional
 
 from .model import Owner, OwnerKind, Process, Unit
 
-#: Units whose processes are other people's work, by name. ``KillMode=`` would not tell: it is set for other reasons too.
+#: Units whose processes are other people's work, by name. ``KillMode=`` does not tell: it is set for other reasons too.
 CARRIERS = (
     "ssh", "ssh@*", "sshd", "sshd@*", "dropbear*", "xrdp*", "vncserver*", "getty@*", "serial-getty@*",
     "cron", "crond", "anacron", "atd", "fcron", "systemd-cron*",

@@ -49,7 +49,8 @@ def load(text: str) -> dict[str, Any]:
             raise Unparsable(number, f"more than {_DOTS} dots in one line")
     try:
         # Some editors begin a file with a byte order mark; it says nothing.
-        return tomllib.loads(text[1:] if text.startswith("\ufeff") else text)
+        document: dict[str, Any] = tomllib.loads(text[1:] if text.startswith("\ufeff") else text)
+        return document
     except RecursionError:
         raise Unparsable(Places(text).deepest, "brackets are nested too deeply") from None
     # Not TOMLDecodeError alone: an integer of more than 4300 digits is a plain ValueError.
@@ -95,7 +96,7 @@ class Places:
         return self._lines.get(path, 1)
 
     def _note(self, path: KeyPath) -> None:
-        for length in range(1, min(len(path), _DEPTH) + 1):
+        for length in range(1, len(path) + 1):
             self._lines.setdefault(path[:length], self._line)
 
     def _header(self, opening: str, words: str) -> None:
@@ -133,12 +134,12 @@ class Places:
             if value is None and kind == "word":
                 key.append(_unquoted(word))
             elif value is None and word == "=":
-                value = inside + tuple(key[:_DEPTH])
+                value = (*inside, *key)[:_DEPTH]
                 key = []
                 self._note(value)
             elif value is not None and word in ("[", "{"):
                 around.append((value, 0 if word == "[" else None))
-                value = (*value[:_DEPTH], 0) if word == "[" else None
+                value = (*value, 0)[:_DEPTH] if word == "[" else None
                 if len(around) > depth:
                     depth, self.deepest = len(around), self._line
             elif word in ("]", "}") and around:
@@ -146,7 +147,7 @@ class Places:
                 key = []
             elif word == "," and around:
                 around[-1] = (inside, None if position is None else position + 1)
-                value = None if position is None else (*inside[:_DEPTH], position + 1)
+                value = None if position is None else (*inside, position + 1)[:_DEPTH]
             elif word == "\n" and not around:
                 value = None
                 key = []

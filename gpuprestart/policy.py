@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Optional, Union
+from dataclasses import dataclass
+from typing import Any, Callable, Optional, Union
 
 from .model import Action, Outcome, Refusal
 from .quantities import Size as Size
@@ -84,17 +84,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of the site or of an overlay; ``origin`` is the FILE:LINE of its header.
-
-    ``unless`` holds what the rule does not apply to although its own match fits: see ``_ordered``.
-    """
+    """A rule of the site or of an overlay; ``origin`` is the FILE:LINE of its header."""
 
     name: str
     match: Match
     action: Action
     infrastructure: bool = False
     origin: str = ""
-    unless: tuple[Match, ...] = ()
+    overlay: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,20 @@ class Policy:
     deadline: Deadlines = Deadlines()
     dedicated: bool = False
     nvml: Nvml = Nvml()
-    #: The first that matches decides.
+    #: Instance overlay, template overlay, site. ``rule_for`` also heeds what no overlay may override.
     rules: tuple[Rule, ...] = ()
     files: tuple[str, ...] = ()
+
+    def rule_for(self, matches: Callable[[Rule], bool]) -> Optional[Rule]:
+        """The rule that decides: the first that matches, unless the site by itself would have refused.
+
+        An order of the rules alone cannot say that: with the site's refusals in front, a site that spares one program
+        and refuses the rest would refuse that program too.
+        """
+        site = next((rule for rule in self.rules if not rule.overlay and matches(rule)), None)
+        if site is not None and site.action is Action.REFUSE:
+            return site
+        return next((rule for rule in self.rules if rule.overlay and matches(rule)), site)
 
 
 def parse(layers: Sequence[Layer]) -> Policy:
@@ -128,7 +136,7 @@ def parse(layers: Sequence[Layer]) -> Policy:
             tables[name].update(values)
         if "select" in document.tables.get("gpus", {}):
             tables["gpus"]["origin"] = document.origin(("gpus", "select"))
-        rules = [_rule(values) for values in document.rules]
+        rules = [_rule(values, layer) for values in document.rules]
         # The later overlay is the narrower one, so its rules come before the earlier one's.
         site, overlays = (site, rules + overlays) if layer.overlay else (site + rules, overlays)
     return Policy(
@@ -137,43 +145,20 @@ def parse(layers: Sequence[Layer]) -> Policy:
         deadline=Deadlines(**tables["deadline"]),
         dedicated=tables["owners"].get("dedicated", False),
         nvml=Nvml(**tables["nvml"]),
-        rules=_ordered(site, overlays),
+        rules=(*overlays, *site),
         files=tuple(layer.path for layer in layers),
     )
 
 
-def _rule(values: dict[str, Any]) -> Rule:
+def _rule(values: dict[str, Any], layer: Layer) -> Rule:
     return Rule(
         name=values.get("name", values["origin"]),
         match=Match(**values["match"]),
         action=Action(values["action"]),
         infrastructure=values.get("infrastructure", False),
         origin=values["origin"],
+        overlay=layer.overlay,
     )
-
-
-def _ordered(site: Sequence[Rule], overlays: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The overlays' rules before the site's, but behind the site's refusals, which nobody overrides.
-
-    A refusal that moves to the front must not take what an earlier rule of the site had let off: a site that spares one
-    program and refuses the rest still spares it, and an overlay may still speak of it. A reader that overlooks
-    ``unless`` refuses too much, never too little. Rules that do not touch infrastructure let none of it off.
-    """
-    if not overlays:
-        return tuple(site)
-    refusals = [
-        replace(
-            rule,
-            unless=tuple(
-                earlier.match
-                for earlier in site[:number]
-                if earlier.action is not Action.REFUSE and (earlier.infrastructure or not rule.infrastructure)
-            ),
-        )
-        for number, rule in enumerate(site)
-        if rule.action is Action.REFUSE
-    ]
-    return (*refusals, *overlays, *(rule for rule in site if rule.action is not Action.REFUSE))
 
 
 def overlay_names(unit: str) -> tuple[str, ...]:

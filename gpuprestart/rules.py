@@ -20,8 +20,7 @@ def first_match(policy: Policy, holder: Holder, *, now: float, infrastructure: b
     holder is: only rules that declare it may touch that.
     """
     age = now - holder.process.began
-    may = (rule for rule in policy.rules if rule.infrastructure or not infrastructure)
-    rule = next((rule for rule in may if not _differs(rule, holder, age)), None)
+    rule = policy.rule_for(lambda rule: (rule.infrastructure or not infrastructure) and not _differs(rule, holder, age))
     if rule is None:
         return None
     unread = _unread(rule.match, holder)

@@ -34,7 +34,7 @@ def full_name(unit: str) -> str:
     return unit if "." in unit else f"{unit}.service"
 
 
-# The policy ------------------------------------------------------------------------------------------------------------
+# The policy ----------------------------------------------------------------------------------------------------------
 
 
 def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -> Policy:
@@ -50,7 +50,7 @@ def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -
     if deadline is None:
         return loaded
     try:
-        total = quantities.duration(deadline)
+        total = quantities.duration(deadline, positive=True)
     except ValueError as error:
         raise Refusal(Outcome.CONFIG, f"--deadline: {error}") from error
     return replace(loaded, deadline=replace(loaded.deadline, total=total))
@@ -66,7 +66,7 @@ def _layer(path: str, *, overlay: bool) -> Layer:
         raise Refusal(Outcome.CONFIG, str(error), _SAFE) from error
 
 
-# The unit --------------------------------------------------------------------------------------------------------------
+# The unit ------------------------------------------------------------------------------------------------------------
 
 
 def certain_unit(environ: Mapping[str, str], cgroup: str, lineage: Sequence[int]) -> Optional[str]:

@@ -106,7 +106,7 @@ class Surveyor:
         return self._driver.sample(self._gpus, self._timeout())
 
     def look(self) -> Survey:
-        """Everything. Raises DriverError, and Unseen where a node is missing; systemd's silence makes owners unknown."""
+        """Everything. Raises DriverError, and Unseen where a node is missing; silence of systemd makes owners unknown."""
         readings = self._driver.sample(self._inventory.gpus, self._timeout())
         kin = self._kin()
         devices = self._devices()

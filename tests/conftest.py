@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ _RESULTS = pytest.StashKey[dict[str, list[tuple[str, str]]]]()
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
     if report.when == "call" or report.outcome != "passed":
         results = item.config.stash.setdefault(_RESULTS, {})
@@ -78,7 +78,7 @@ def node() -> Iterator[Node]:
 def scene(node: Node) -> Iterator[Scene]:
     """Eight idle GPUs and the default policy; whatever the test starts is ended after it."""
     scene = Scene(node)
-    scene.set()
+    scene.reset()
     try:
         yield scene
     finally:

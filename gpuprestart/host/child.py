@@ -7,6 +7,7 @@ which costs no import. Both ends are the same program on the same machine, so ma
 
 from __future__ import annotations
 
+import contextlib
 import marshal
 import os
 import signal
@@ -45,10 +46,9 @@ class Child:
 
     def send(self, request: Any) -> None:
         """Ask without waiting. Requests are small: a pipe takes them whole even when nobody reads."""
-        try:
+        # Where nobody is left to read, receive() finds the end of the file and says how the child ended.
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._requests, _framed(request))
-        except BrokenPipeError:
-            pass  # The next receive() finds the end of the file and says how the child ended.
 
     def receive(self, timeout: float) -> Any:
         """The answer to the oldest open request. Raises Silent after ``timeout`` seconds, Died, Interrupted."""

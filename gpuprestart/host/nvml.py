@@ -46,7 +46,7 @@ class DriverError(Exception):
         return self.code == LIBRARY_NOT_FOUND
 
 
-# In the child ----------------------------------------------------------------------------------------------------------
+# In the child --------------------------------------------------------------------------------------------------------
 
 
 class Library:
@@ -61,7 +61,7 @@ class Library:
         verb, *arguments = request
         try:
             return self._init() if verb == "init" else self._sample(*arguments)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # Whatever nvidia-ml-py raises here, NVMLLibraryMismatchError and ctypes errors included, is an answer to
             # be judged by the parent; a traceback in a child that nobody reads would only look like a crash.
             return {"error": _code(error), "text": _text(error)}
@@ -104,7 +104,8 @@ class Library:
         ):
             try:
                 records = self._processes(call, handle)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
+                # nvidia-ml-py raises more than NVMLError here, and what fails is this list alone.
                 # GPUs without graphics or MPS say NOT_SUPPORTED for those lists; without compute there is no list.
                 if kind == "compute" or _code(error) not in (NOT_SUPPORTED, FUNCTION_NOT_FOUND):
                     unlisted = f"{call}: {_text(error)}"
@@ -167,7 +168,7 @@ def _path(nvml: Any) -> str:
     return os.path.realpath(os.fsdecode(info.file))
 
 
-# In the parent ---------------------------------------------------------------------------------------------------------
+# In the parent -------------------------------------------------------------------------------------------------------
 
 
 class Answers(Protocol):

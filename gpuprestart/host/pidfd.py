@@ -24,7 +24,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def send(pidfd: int, number: signal.Signals) -> bool:
-    """Send a signal; False if the process is gone. Raises PermissionError where the kernel or a security module refuses."""
+    """Send a signal; False if the process is gone. PermissionError where the kernel or a security module refuses."""
     try:
         signal.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:

@@ -57,9 +57,9 @@ class Scene:
         self.gpu = Client(f"/proc/{node.leader}/root/run/simgpu/control")
         self._units: set[str] = set()
 
-    # The stage ---------------------------------------------------------------------------------------------------------
+    # The stage -------------------------------------------------------------------------------------------------------
 
-    def set(self, *, gpus: int = 8, **fields: Any) -> None:
+    def reset(self, *, gpus: int = 8, **fields: Any) -> None:
         """Idle GPUs, the default policy, no units of an earlier test."""
         self.gpu.ask("clear")
         self.gpu.ask("reset", gpus=gpus, **fields)
@@ -90,7 +90,7 @@ class Scene:
         self._units.add(unit)
         return unit
 
-    # Holders -----------------------------------------------------------------------------------------------------------
+    # Holders ---------------------------------------------------------------------------------------------------------
 
     def service(
         self, *options: str, unit: str | None = None, user: str = "model", properties: Sequence[str] = ()
@@ -147,7 +147,7 @@ class Scene:
     def parent(self, pid: int) -> int:
         return int(self.node.run(["cat", f"/proc/{pid}/stat"]).stdout.rpartition(")")[2].split()[1])
 
-    # The hook ----------------------------------------------------------------------------------------------------------
+    # The hook --------------------------------------------------------------------------------------------------------
 
     def clean(self, *options: str, verb: str = "clean") -> Run:
         """Run the program from a shell."""

@@ -172,7 +172,7 @@ def test_a_holder_that_ignores_sigterm(scene: Scene) -> None:
 
 @pytest.mark.case("A15")
 def test_a_stopped_holder(scene: Scene) -> None:
-    """SIGTERM stays pending while it is stopped: SIGCONT lets it obey, and the grace of ten seconds is not waited for."""
+    """SIGTERM stays pending while it is stopped: SIGCONT lets it obey, and no grace is wasted."""
     _, (orphan,) = scene.orphans("--open", "0", "--gpu", "0", "--mib", "900")
     scene.node.run(["kill", "-STOP", str(orphan)])
     run = scene.clean()

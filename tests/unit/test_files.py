@@ -58,7 +58,7 @@ def unsafe(path: object, **more: int) -> str:
     return caught.value.reason
 
 
-# What is read ---------------------------------------------------------------------------------------------------------
+# What is read --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o600, 0o444, 0o755])
@@ -104,7 +104,7 @@ def test_a_file_that_grows_without_end_is_too_big(folder: Path) -> None:
         read_safely("/proc/self/status", limit=10, trusted_owner=None)
 
 
-# Who could have written it --------------------------------------------------------------------------------------------
+# Who could have written it -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("D7")
@@ -158,7 +158,7 @@ def test_without_a_trusted_owner_everybody_is_trusted(tmp_path: Path) -> None:
     assert read_safely(str(policy(tmp_path, mode=0o666)), trusted_owner=None) == b"x = 1\n"
 
 
-# What is not a file ---------------------------------------------------------------------------------------------------
+# What is not a file --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("D7")
@@ -223,7 +223,7 @@ def test_a_file_exchanged_while_we_look_is_judged_by_what_is_opened(
     assert unsafe(path).startswith("can be written by others, mode 0666" if kind == "open" else "is not a regular file")
 
 
-# Links ----------------------------------------------------------------------------------------------------------------
+# Links ---------------------------------------------------------------------------------------------------------------
 
 
 def test_links_are_followed_where_all_on_the_way_is_trusted(folder: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_link_to_a_device(folder: Path) -> None:
         read_safely(str(folder / "policy.toml"), trusted_owner=None)
 
 
-# Text and search ------------------------------------------------------------------------------------------------------
+# Text and search -----------------------------------------------------------------------------------------------------
 
 
 def test_text(folder: Path) -> None:

@@ -53,7 +53,7 @@ def faults(*texts: str) -> list[str]:
     return [fault.replace("/etc/gpuprestart/", "") for fault in told]
 
 
-# What the text means --------------------------------------------------------------------------------------------------
+# What the text means -------------------------------------------------------------------------------------------------
 
 
 def test_no_file_is_the_contract_s_defaults() -> None:
@@ -267,7 +267,7 @@ def test_a_share_is_never_more_than_the_gpu(percent: float, total: int) -> None:
     assert abs(share - Fraction(percent) * total / 100) <= 1
 
 
-# Layers ---------------------------------------------------------------------------------------------------------------
+# Layers --------------------------------------------------------------------------------------------------------------
 
 
 def rules(*words: str) -> str:
@@ -301,33 +301,37 @@ def test_an_instance_s_rules_come_before_its_template_s_and_these_before_the_sit
     assert [rule.origin for rule in policy.rules][::2] == [f"{INSTANCE}:1", f"{TEMPLATE}:1", f"{SITE}:1"]
 
 
-def test_the_site_s_own_order_stands_where_no_overlay_has_rules() -> None:
-    policy = layered(rules("spare a", "refuse b", "kill c"), "[owners]\ndedicated = true")
-    assert [rule.name for rule in policy.rules] == ["spare a", "refuse b", "kill c"]
-    assert not any(rule.unless for rule in policy.rules)
+def decides(policy: Policy, *users: str) -> str | None:
+    """The name of the rule that decides about a holder which the rules on these users match."""
+    rule = policy.rule_for(lambda rule: rule.match.user in users)
+    return rule and rule.name
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    policy = layered(rules("spare a", "refuse b", "kill c"))
+    assert [decides(policy, user) for user in "abcd"] == ["spare a", "refuse b", "kill c", None]
+    assert decides(policy, "c", "b") == "refuse b"
+
+
+def test_an_overlay_overrides_the_site() -> None:
+    policy = layered(rules("kill a", "spare b"), rules("spare a"), rules("refuse b"))
+    assert [decides(policy, user) for user in "ab"] == ["spare a", "refuse b"]
 
 
 def test_no_overlay_overrides_a_refusal_of_the_site() -> None:
     policy = layered(rules("kill a", "refuse b"), rules("kill b"), rules("spare b"))
-    assert [rule.name for rule in policy.rules] == ["refuse b", "spare b", "kill b", "kill a"]
+    assert decides(policy, "b") == "refuse b"
 
 
-def test_an_overlay_s_own_refusal_stays_in_its_place() -> None:
+def test_an_overlay_s_own_refusal_can_be_preceded_in_the_overlay() -> None:
     policy = layered(rules("kill a"), rules("spare a", "refuse a"))
-    assert [rule.name for rule in policy.rules] == ["spare a", "refuse a", "kill a"]
+    assert decides(policy, "a") == "spare a"
 
 
-def test_a_refusal_of_the_site_does_not_take_what_the_site_let_off_before() -> None:
-    policy = layered(rules("spare a", "refuse! c", "kill! d", "refuse b", "refuse! e"), rules("kill z"))
-    unless = {rule.name: [match.user for match in rule.unless] for rule in policy.rules}
-    assert unless == {
-        "refuse! c": [],  # "spare a" says nothing about infrastructure, so it lets none of it off.
-        "refuse b": ["a", "d"],
-        "refuse! e": ["d"],
-        "kill z": [],
-        "spare a": [],
-        "kill! d": [],
-    }
+def test_what_the_site_lets_off_before_its_refusal_an_overlay_may_speak_of() -> None:
+    policy = layered(rules("spare a", "refuse b"), rules("kill a"))
+    assert decides(policy, "a", "b") == "kill a"
+    assert decides(policy, "b") == "refuse b"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +376,7 @@ def test_no_names_of_units(unit: str) -> None:
     assert caught.value.message.isprintable()
 
 
-# Faults ---------------------------------------------------------------------------------------------------------------
+# Faults --------------------------------------------------------------------------------------------------------------
 
 
 DURATION = 'a number and ms, s, min or h, such as "10 s"'
@@ -527,7 +531,7 @@ def test_what_a_file_says_cannot_forge_a_line() -> None:
     assert faults('nvml.pids = "a\\nb"')[0].startswith(r"policy.toml:1: nvml.pids: 'a\nb' is not known")
 
 
-# Lines ----------------------------------------------------------------------------------------------------------------
+# Lines ---------------------------------------------------------------------------------------------------------------
 
 ODD = '''\
 # [memory] in a comment = "x"

@@ -69,7 +69,7 @@ def refused(
     return caught.value.message
 
 
-# Where the choice comes from ------------------------------------------------------------------------------------------
+# Where the choice comes from -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_no_gpu_at_all_proves_nothing(policy: str) -> None:
     assert "NVML counts no GPU" in refused("unit", inventory(), environment, outcome=Outcome.UNKNOWN)
 
 
-# CUDA_VISIBLE_DEVICES -------------------------------------------------------------------------------------------------
+# CUDA_VISIBLE_DEVICES ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("C9")
@@ -249,7 +249,7 @@ def test_an_index_is_no_minor() -> None:
     assert (chosen.index, chosen.minor) == (7, 56)
 
 
-# The policy's list ----------------------------------------------------------------------------------------------------
+# The policy's list ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("C6")
@@ -294,7 +294,7 @@ def test_what_a_policy_may_not_name(entry: str) -> None:
     assert refused((entry,)).startswith("gpus.select: ")
 
 
-# Lost GPUs, MIG -------------------------------------------------------------------------------------------------------
+# Lost GPUs, MIG ------------------------------------------------------------------------------------------------------
 
 LOST = replace(FOUR.gpus[3], fault="GPU is lost")
 NAMELESS = Gpu(3, "", fault="GPU is lost")

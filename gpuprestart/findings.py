@@ -1,0 +1,244 @@
+"""What stands against a start, in sentences: pure.
+
+Each finding is one outcome with the GPU, the process and its owner, the figure against the limit, and what to do. They
+are read by somebody who was woken for them, so the most useful hint comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
+from .report import held, indices, usage, who
+from .story import Story
+from .text import mib
+
+#: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
+MOST_NAMED = 3
+
+ROOT = "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
+
+
+@dataclass(frozen=True)
+class Finding:
+    outcome: Outcome
+    message: str
+    hints: tuple[str, ...] = ()
+
+
+def against(story: Story) -> list[Finding]:
+    """Everything that stands against a start. Empty does not yet mean that anything was proved."""
+    found = []
+    if story.refusal is not None:
+        found.append(Finding(story.refusal.outcome, story.refusal.message, story.refusal.hints))
+    if story.interrupted:
+        found.append(_interrupted(story))
+    plan, survey = story.plan, story.survey
+    if plan is None or survey is None:
+        return found
+    found += _denied(story, plan, survey)
+    found += _unmeasured(plan)
+    found += _protected(plan)
+    found += _unkillable(story)
+    found += _respawning(story, plan)
+    if any(finding.outcome in _EXPLAIN for finding in found):
+        return found
+    if story.checking and plan.evict:
+        return [*found, _to_be_cleaned(plan)]
+    found += [_dirty(story, plan, survey, state) for state in plan.gpus if not state.clean and state.reading.memory]
+    if plan.clean and not story.proved and not found:
+        found.append(_unsettled(story, plan))
+    return found
+
+
+#: Where one of these is found, GPUs that are not clean need no other reason.
+_EXPLAIN = (Outcome.PROTECTED, Outcome.RESPAWNING, Outcome.UNKILLABLE)
+
+
+def _interrupted(story: Story) -> Finding:
+    ended = by_us(story)
+    done = f"{count(len(ended), 'stale holder')} had been ended" if ended else "nobody had been ended"
+    message = f"{story.interrupted} came before the GPUs were proved clean; {done} by then"
+    return Finding(Outcome.INTERRUPTED, message, ("start the unit again, and what was not finished is done then",))
+
+
+def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
+    found = [
+        Finding(Outcome.DENIED, f"the kernel does not let us signal {who(decision, plan.gpus)}", (ROOT,))
+        for decision in story.denied
+    ]
+    unexplained = [state for state in plan.gpus if state.gpu.uuid in plan.unexplained]
+    if unexplained and survey.unreadable:
+        blind = f"{count(len(survey.unreadable), 'process', 'processes')} may not be looked into"
+        message = f"{_where(unexplained)}: nobody is seen to hold it, but {blind} ({_pids(survey.unreadable)})"
+        found.append(Finding(Outcome.DENIED, message, (ROOT,)))
+    return found
+
+
+def _unmeasured(plan: Plan) -> list[Finding]:
+    hints = ("nvidia-smi and dmesg (Xid) tell more; a lost GPU needs a reset or a reboot",)
+    return [
+        Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", hints)
+        for state in plan.gpus
+        if state.reading.memory is None
+    ]
+
+
+def _protected(plan: Plan) -> list[Finding]:
+    """Refused because of somebody alive: one sentence for the first, the rest counted."""
+    in_the_way = [*plan.blocking, *plan.awaited]
+    if not in_the_way:
+        return []
+    first, *others = in_the_way
+    theirs = [state for state in plan.gpus if state.gpu.uuid in held(first.holder)]
+    message = f"{_where(theirs)} is held by {_process(first, plan.gpus)}: it {first.reason}"
+    if others:
+        message += f"; and by {count(len(others), 'other', 'others')}: {_names(others)}"
+    return [Finding(Outcome.PROTECTED, message, tuple(decision.hint for decision in in_the_way))]
+
+
+def _unkillable(story: Story) -> list[Finding]:
+    hints = ("it is stuck in the kernel: dmesg may tell on what; only that, or a reboot, ends it",)
+    found = []
+    for decision in story.seen:
+        process = decision.holder.process
+        if story.fates.get(process.identity) is Fate.SURVIVED:
+            place = story.survivors.get(process.identity)
+            stuck = f"state {process.state}" + (f", in {place}" if place else "")
+            message = f"{who(decision, story.gpus)} survived SIGKILL ({stuck})"
+            found.append(Finding(Outcome.UNKILLABLE, message, hints))
+    return found
+
+
+def _respawning(story: Story, plan: Plan) -> list[Finding]:
+    if story.checking or not plan.evict or story.rounds < 2:
+        return []
+    last = plan.evict[0]
+    parent = last.holder.process.ppid
+    message = (
+        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by PID {parent}"
+    )
+    return [Finding(Outcome.RESPAWNING, message, (f"stop what starts it: systemctl status {parent}",))]
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def _to_be_cleaned(plan: Plan) -> Finding:
+    dirty = [state for state in plan.gpus if not state.clean]
+    where = f"{_where(dirty)}: " if dirty else ""
+    message = f"{where}clean would end {count(len(plan.evict), 'stale holder')}: {_names(plan.evict)}"
+    return Finding(Outcome.NOT_FREED, message, ("gpuprestart clean does it, and so does the start of the unit",))
+
+
+def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding:
+    """One GPU that is not clean, and nobody to be named for it who is still there."""
+    gone = [decision for decision in story.seen if _had_memory_on(story, decision, state.gpu.uuid)]
+    memory = state.reading.memory
+    assert memory is not None
+    if memory.used <= state.limit or plan.evict or gone:
+        return _not_freed(story, state, gone)
+    return _unattributed(plan, survey, state)
+
+
+def _had_memory_on(story: Story, decision: Decision, uuid: str) -> bool:
+    """Whether the memory on a GPU may be that of this holder, which is gone, on its way back.
+
+    To have had the node open is not enough for one that went by itself: monitors come and go.
+    """
+    holder = decision.holder
+    fate = story.fates.get(holder.process.identity)
+    if fate in (Fate.TERMINATED, Fate.KILLED):
+        return uuid in held(holder)
+    return fate is not None and uuid in holder.listed
+
+
+def _not_freed(story: Story, state: GpuState, gone: Sequence[Decision]) -> Finding:
+    message = f"{_named(state)}: {state.fault}"
+    if not gone:
+        return Finding(Outcome.NOT_FREED, message, ("gpuprestart status shows what else runs on it",))
+    verb = "is" if len(gone) == 1 else "are"
+    message += f", {story.duration:.0f} s into this run, though {_names(gone)} {verb} gone"
+    hint = f"allow more time (deadline.total), else nvidia-smi --gpu-reset -i {state.gpu.uuid}, else reboot"
+    return Finding(Outcome.NOT_FREED, message, (hint,))
+
+
+def _unattributed(plan: Plan, survey: Survey, state: GpuState) -> Finding:
+    message = f"{_named(state)}: {usage(state)}, and nobody was seen to hold it"
+    dead = survey.dead.get(state.gpu.uuid, ())
+    if dead:
+        verb = "is" if len(dead) == 1 else "are"
+        message += f"; NVML still lists {_pids(dead)}, which {verb} in no /proc"
+    hints = [f"nvidia-smi --gpu-reset -i {state.gpu.uuid} once nothing uses that GPU, else reboot"]
+    memory = state.reading.memory
+    if memory is not None and memory.call == "v1":
+        why = "this driver has only the v1 memory call, which counts what the driver reserves as used"
+        hints.insert(0, f"{why}: set memory.max_used above that")
+    if state.reading.distrust:
+        hints.append(f"the driver's process list is not believed: {state.reading.distrust}")
+    if state.reading.unlisted:
+        hints.append(f"the driver gave no whole process list: {state.reading.unlisted}")
+    suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
+    hints += [f"{_process(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
+    return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))
+
+
+def _unsettled(story: Story, plan: Plan) -> Finding:
+    gpus = count(len(plan.gpus), "GPU")
+    message = f"the deadline came {story.duration:.0f} s into this run, before {gpus} had stayed clean"
+    return Finding(Outcome.NOT_FREED, message, ("allow more time (deadline.total)",))
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def proof(story: Story) -> Finding:
+    """The sentence of a start that may go on."""
+    states = story.gpus
+    most = max(states, key=lambda state: state.reading.memory.used if state.reading.memory else 0)
+    proved = f"{'all ' if len(states) > 1 else ''}{count(len(states), 'GPU')} proved clean (at most {usage(most)})"
+    ended = by_us(story)
+    if not ended:
+        return Finding(Outcome.CLEAN, proved)
+    return Finding(Outcome.CLEANED, f"{count(len(ended), 'stale holder')} ended ({_names(ended)}), {proved}")
+
+
+def by_us(story: Story) -> list[Decision]:
+    """Holders that this run ended."""
+    fates = (Fate.TERMINATED, Fate.KILLED)
+    return [decision for decision in story.seen if story.fates.get(decision.holder.process.identity) in fates]
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _named(state: GpuState) -> str:
+    return f"{state.gpu} ({state.gpu.uuid[:12]})" if state.gpu.uuid else str(state.gpu)
+
+
+def _where(states: Sequence[GpuState]) -> str:
+    """The GPUs with what is used of each against the limit."""
+    if len(states) == 1:
+        return f"{states[0].gpu} ({usage(states[0])})"
+    figures = ", ".join(f"{state.gpu.index}: {usage(state)}" for state in states[:MOST_NAMED])
+    more = ", …" if len(states) > MOST_NAMED else ""
+    return f"GPUs {indices(state.gpu.index for state in states)} ({figures}{more})"
+
+
+def _process(decision: Decision, gpus: Iterable[GpuState]) -> str:
+    """The process without its owner, where the reason that follows names that."""
+    process = decision.holder.process
+    share = decision.holder.bytes_on([state.gpu.uuid for state in gpus])
+    return f"{process} (user {process.user or process.uid}{'' if share is None else ', ' + mib(share)})"
+
+
+def _names(decisions: Sequence[Decision]) -> str:
+    shown = ", ".join(str(decision.holder.process) for decision in decisions[:MOST_NAMED])
+    return shown + (f" and {len(decisions) - MOST_NAMED} more" if len(decisions) > MOST_NAMED else "")
+
+
+def _pids(pids: Sequence[int]) -> str:
+    shown = ", ".join(str(pid) for pid in pids[:MOST_NAMED])
+    return f"PID {shown}" + (f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else "")
