@@ -7,8 +7,7 @@ dashboards and by the message catalog (units/gpuprestart.catalog); they never ch
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from .model import Action, Decision, Fate, Gpu, GpuState, Outcome, Owner, OwnerKind, Verdict
 from .report import held, sentence, usage, who
@@ -32,22 +31,20 @@ CRIT, ERR, WARNING, NOTICE, INFO, DEBUG = 2, 3, 4, 5, 6, 7
 Value = Union[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """What every record of a run carries."""
 
     unit: Optional[str]
     run: str
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One record: PRIORITY is a syslog number, and no field is empty."""
 
     message: str
     message_id: str
     priority: int
-    fields: Mapping[str, Value] = field(default_factory=dict)
+    fields: Mapping[str, Value] = {}
 
 
 def run_started(

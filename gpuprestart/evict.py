@@ -10,8 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Callable, NamedTuple, Protocol
 
 from .host import pidfd
 from .model import Decision, Fate, Wait
@@ -30,8 +29,7 @@ class Witness(Protocol):
     def ended(self, decision: Decision, fate: Fate) -> None: ...
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     decision: Decision
     pidfd: int
 

@@ -7,7 +7,7 @@ are read by somebody who was woken for them, so the most useful hint comes first
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
 from .report import held, indices, usage, who
@@ -20,8 +20,7 @@ MOST_NAMED = 3
 ROOT = "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     outcome: Outcome
     message: str
     hints: tuple[str, ...] = ()

@@ -7,9 +7,8 @@ not in the table of owners is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Callable
+from typing import Callable, NamedTuple
 
 from . import infrastructure, rules
 from .model import Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
@@ -18,14 +17,13 @@ from .policy import Policy
 from .text import amounts, mib
 
 
-@dataclass(frozen=True)
-class History:
+class History(NamedTuple):
     """What the run has been through so far, as far as the next decision hangs on it."""
 
     #: A holder to which NVML attributed memory has been ended; what remains may still be its memory on its way back.
     ended_attributed: bool = False
     #: UUID -> since when, on the survey's clock, that GPU has had memory that no living holder explains.
-    unexplained_since: Mapping[str, float] = field(default_factory=dict)
+    unexplained_since: Mapping[str, float] = {}
 
 
 def remember(history: History, policy: Policy, survey: Survey) -> History:
@@ -35,12 +33,12 @@ def remember(history: History, policy: Policy, survey: Survey) -> History:
         for gpu in survey.gpus
         if _is_unexplained(policy, survey, gpu)
     }
-    return replace(history, unexplained_since=since)
+    return history._replace(unexplained_since=since)
 
 
 def ended(history: History, *, attributed: bool) -> History:
     """The history after an eviction; ``attributed`` says that NVML had put memory to somebody whom this run ended."""
-    return replace(history, ended_attributed=attributed)
+    return history._replace(ended_attributed=attributed)
 
 
 def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
@@ -116,7 +114,7 @@ def _shown(role: Role, decision: Decision) -> Decision:
     reason = decision.reason
     if decision.action is Action.KILL:
         reason = f"{reason}, but nobody is ended while the start is refused, or while it holds nothing"
-    return replace(decision, action=Action.NONE, reason=reason, hint="")
+    return decision._replace(action=Action.NONE, reason=reason, hint="")
 
 
 # One GPU -------------------------------------------------------------------------------------------------------------
@@ -175,8 +173,8 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
                 f"is spared, but spared holders have {mib(total)} on {gpu}, more than memory.spared_max of {mib(most)}"
             )
             for each in spared:
-                found[each.holder.process.pid] = replace(
-                    each, reason=reason, hint="stop it, or raise memory.spared_max"
+                found[each.holder.process.pid] = each._replace(
+                    reason=reason, hint="stop it, or raise memory.spared_max"
                 )
     return list(found.values())
 
@@ -194,12 +192,12 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
     if decision.action is not Action.KILL:
         return decision
     if holder.process.pid in survey.kin:
-        return replace(decision, action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
+        return decision._replace(action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
     only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
     if only_nvml:
         reason = "is named by NVML alone and has none of these GPUs' nodes open, and nobody is ended on NVML's word"
-        return replace(
-            decision, action=Action.REFUSE, reason=reason, hint=f"end PID {holder.process.pid} yourself if it is stale"
+        return decision._replace(
+            action=Action.REFUSE, reason=reason, hint=f"end PID {holder.process.pid} yourself if it is stale"
         )
     return decision
 

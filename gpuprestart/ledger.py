@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Callable, Optional
 
 from . import events, judge
-from .model import Action, Decision, Fate, GpuState, Interrupted, Plan, Reading, Refusal, Survey
+from .faults import Interrupted
+from .model import Action, Decision, Fate, GpuState, Plan, Reading, Refusal, Survey
 from .policy import Policy
 from .story import Story
 
@@ -53,7 +53,7 @@ class Ledger:
 
     def note(self, **facts: object) -> None:
         """Add facts to the story, by the names of its fields."""
-        self._story = replace(self._story, **facts)  # type: ignore[arg-type]
+        self._story = self._story._replace(**facts)  # type: ignore[arg-type]
 
     def write(self, record: events.Record) -> None:
         self._write(record)
@@ -85,7 +85,7 @@ class Ledger:
             reading = readings[state.gpu.uuid]
             if not state.clean and state.gpu.uuid not in self._freed and judge.is_low(policy, state, reading):
                 self._freed.add(state.gpu.uuid)
-                after = replace(state, reading=reading, clean=True, fault="")
+                after = state._replace(reading=reading, clean=True, fault="")
                 self._write(events.memory_freed(self.context, state, after, seconds=self._clock() - self._began))
 
     @property
@@ -152,8 +152,7 @@ class Ledger:
                     wchan=survivors[identity],
                 )
             )
-        return replace(
-            self._story,
+        return self._story._replace(
             duration=self._clock() - self._began,
             phases=dict(self._phases),
             seen=tuple(self._seen[identity] for identity in sorted(self._seen)),

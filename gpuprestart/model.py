@@ -1,15 +1,16 @@
 """The values that one stage hands to the next: frozen, and without behaviour beyond naming themselves.
 
-Nothing here reads the machine, the clock or the policy. Sizes are bytes, times are seconds, and GPUs are known by their
-UUID, because NVML indices, device minors and CUDA ordinals may all differ on one machine.
+They are NamedTuples because forty frozen dataclasses, with the module that makes them, took as long to load as all the
+rest of the program, and a server waits for that. Nothing here reads the machine, the clock or the policy. Sizes are
+bytes, times are seconds, and GPUs are known by their UUID, because NVML indices, device minors and CUDA ordinals may
+all differ on one machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
-from typing import Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 #: Waits until one of the descriptors is readable or so many seconds have passed, and returns those that are.
 Wait = Callable[[Iterable[int], float], "set[int]"]
@@ -56,8 +57,6 @@ EXIT_STATUS: Mapping[Outcome, int] = {
     Outcome.NONE: 0,
 }
 
-EXIT_USAGE = 64
-
 
 class Refusal(Exception):
     """The run ends here with this outcome; ``hints`` say what to do, the most useful first."""
@@ -69,30 +68,13 @@ class Refusal(Exception):
         self.hints = tuple(hints)
 
 
-class Interrupted(BaseException):
-    """SIGTERM or SIGINT arrived while we waited. Not an ``Exception``: nothing on the way may swallow it."""
-
-    def __init__(self, signal_name: str) -> None:
-        super().__init__(signal_name)
-        self.signal_name = signal_name
-
-
-class Silent(Exception):
-    """A child gave no answer in time. It is still there and may be stuck in the kernel."""
-
-
-class Died(Exception):
-    """A child ended without an answer; the text says how."""
-
-
 # What the driver says ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU of the inventory. ``fault`` is set, and the UUID may be empty, where NVML cannot reach it."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # A tuple's own index() is of no use here.
     uuid: str
     name: str = ""
     pci: str = ""
@@ -104,8 +86,7 @@ class Gpu:
         return f"GPU {self.index}"
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(NamedTuple):
     """What NVML said when it started: every GPU by NVML index, the driver's version, the library's path."""
 
     driver: str
@@ -113,8 +94,7 @@ class Inventory:
     gpus: tuple[Gpu, ...]
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Memory of one GPU in bytes. ``used`` includes what the driver reserves only where ``call`` is ``v1``."""
 
     used: int
@@ -124,8 +104,7 @@ class Memory:
     call: str
 
 
-@dataclass(frozen=True)
-class Listed:
+class Listed(NamedTuple):
     """One process that NVML lists on one GPU, in however many lists; ``bytes`` is None where NVML does not tell."""
 
     pid: int
@@ -133,8 +112,7 @@ class Listed:
     kinds: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """One sample of one GPU: its memory and its list, or the reason why there is none.
 
     ``distrust`` says why ``listed`` may not be believed; ``unlisted`` says why the driver gave no list at all.
@@ -151,8 +129,7 @@ class Reading:
 # What /proc and systemd say ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     """One process, known by its PID and its start time in clock ticks since boot.
 
     ``began`` is the same start in seconds of CLOCK_BOOTTIME.
@@ -183,8 +160,7 @@ class Process:
         return f"{self.comm}[{self.pid}]"
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """A unit as systemd describes it. Timestamps are microseconds of CLOCK_MONOTONIC, as systemd gives them."""
 
     name: str
@@ -213,8 +189,7 @@ class OwnerKind(Enum):
     UNKNOWN = "nobody that could be named"
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(NamedTuple):
     """Who wants a process, as far as systemd can tell. ``word`` is the stable form that programs read."""
 
     kind: OwnerKind
@@ -232,14 +207,13 @@ class Owner:
 # What they make together ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Holder:
+class Holder(NamedTuple):
     """A process with what ties it to GPUs: ``listed`` maps the UUIDs where NVML lists it to bytes or None,
     ``opened`` and ``mapped`` are the UUIDs of the nodes that it has open or mapped."""
 
     process: Process
     owner: Owner
-    listed: Mapping[str, Optional[int]] = field(default_factory=dict)
+    listed: Mapping[str, Optional[int]] = {}
     opened: frozenset[str] = frozenset()
     mapped: frozenset[str] = frozenset()
 
@@ -255,8 +229,7 @@ class Holder:
         return sum(known) if known and len(known) == len(shares) else None
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The machine at one moment: a reading of every GPU and everybody who may hold a selected one.
 
     ``at`` is in seconds of CLOCK_BOOTTIME, as is ``Process.began``.
@@ -267,7 +240,7 @@ class Survey:
     readings: Mapping[str, Reading]
     holders: tuple[Holder, ...] = ()
     #: UUID -> PIDs that NVML lists there but that are in no /proc.
-    dead: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dead: Mapping[str, tuple[int, ...]] = {}
     #: PIDs whose descriptors could not be read.
     unreadable: tuple[int, ...] = ()
     #: The PIDs that NVML lists are numbers of our own PID namespace.
@@ -287,8 +260,7 @@ class Action(str, Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What becomes of one holder, and why; ``reason`` completes the sentence "the process ..."."""
 
     holder: Holder
@@ -298,8 +270,7 @@ class Decision:
     hint: str = ""
 
 
-@dataclass(frozen=True)
-class GpuState:
+class GpuState(NamedTuple):
     """One selected GPU as judged: ``unattributed`` is what no living holder explains."""
 
     gpu: Gpu
@@ -311,8 +282,7 @@ class GpuState:
     fault: str = ""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What is to be done now. Decisions stand in PID order; the tuples below name some of them."""
 
     gpus: tuple[GpuState, ...]
@@ -343,8 +313,7 @@ class Fate(str, Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The end of a run; journal, JSON, STATUS= and the exit status are all rendered from it."""
 
     outcomes: tuple[Outcome, ...]
@@ -362,7 +331,7 @@ class Verdict:
     phases: Mapping[str, float]
     gpus: tuple[GpuState, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    fates: Mapping[tuple[int, int], Fate] = field(default_factory=dict)
+    fates: Mapping[tuple[int, int], Fate] = {}
 
     @property
     def outcome(self) -> Outcome:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from .model import Owner, OwnerKind, Process, Unit
 
@@ -45,8 +44,7 @@ _CONTAINERS = (
 _SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/.*?job_?([0-9]+)")
 
 
-@dataclass(frozen=True)
-class Own:
+class Own(NamedTuple):
     """The unit whose control process we are, and what sets its last run apart from its present start."""
 
     unit: Unit
@@ -85,8 +83,7 @@ def unit_of(cgroup: str, units: Mapping[str, Unit]) -> Optional[Unit]:
     return None
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """What the name services say: uid -> user name, and User= of a unit -> uid. What they do not say is absent."""
 
     users: Mapping[int, str]

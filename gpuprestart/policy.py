@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Callable, Optional, Union
+from typing import Any, Callable, NamedTuple, Optional, Union
 
 from .model import Action, Outcome, Refusal
 from .quantities import Size as Size
@@ -23,8 +22,7 @@ _FAULTS_TOLD = 20
 _UNIT = re.compile(r"[A-Za-z0-9:_.\\-][A-Za-z0-9:_.\\@-]*\.[a-z]+", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One policy file: the site's, or an overlay of a unit over it."""
 
     path: str
@@ -32,16 +30,14 @@ class Layer:
     overlay: bool = False
 
 
-@dataclass(frozen=True)
-class Gpus:
+class Gpus(NamedTuple):
     """``"unit"``, ``"all"``, or the GPUs by name; ``origin`` is the FILE:LINE that says so, empty for the default."""
 
     select: Union[str, tuple[str, ...]] = "unit"
     origin: str = ""
 
 
-@dataclass(frozen=True)
-class MemoryPolicy:
+class MemoryPolicy(NamedTuple):
     max_used: Size = Size(64 << 20)
     spared_max: Size = Size(2 << 30)
     min_free: Size = Size(0)
@@ -49,8 +45,7 @@ class MemoryPolicy:
     unified: str = "holders"
 
 
-@dataclass(frozen=True)
-class Deadlines:
+class Deadlines(NamedTuple):
     total: float = 120.0
     term: float = 10.0
     protected: float = 0.0
@@ -58,14 +53,12 @@ class Deadlines:
     nvml: float = 15.0
 
 
-@dataclass(frozen=True)
-class Nvml:
+class Nvml(NamedTuple):
     missing: str = "refuse"
     pids: str = "auto"
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """What a rule asks of a holder; every key that is not None must fit.
 
     ``unit`` and ``session`` are globs, ``user`` a name or (as a number) a uid, ``container`` the beginning of an id or
@@ -82,8 +75,7 @@ class Match:
     age: Optional[float] = None
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule of the site or of an overlay; ``origin`` is the FILE:LINE of its header."""
 
     name: str
@@ -94,8 +86,7 @@ class Rule:
     overlay: bool = False
 
 
-@dataclass(frozen=True)
-class Policy:
+class Policy(NamedTuple):
     """The whole policy. Without any file it is this, which is safe on a shared node."""
 
     gpus: Gpus = Gpus()

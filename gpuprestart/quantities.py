@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from .model import MIB
 
@@ -25,8 +24,7 @@ _SIZES = 'a number and B, KiB, MiB, GiB, TiB or %, such as "64 MiB"'
 _QUANTITY = re.compile(r"(-?)([0-9]+(?:\.[0-9]+)?) *([A-Za-z%]+)")
 
 
-@dataclass(frozen=True)
-class Size:
+class Size(NamedTuple):
     """An amount of GPU memory: so many bytes, or a share of whatever GPU it is asked about."""
 
     bytes: int = 0

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from .model import Gpu, Inventory, Outcome, Refusal
 
@@ -26,8 +25,7 @@ _UUID = re.compile(r"(GPU|MIG)-[0-9a-z][0-9a-z/-]*", re.ASCII | re.IGNORECASE)
 _PCI = re.compile(r"(?:([0-9a-f]{4}|[0-9a-f]{8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.ASCII | re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Selection:
+class Selection(NamedTuple):
     """The GPUs in the order of their NVML indices, and where the choice comes from, in words."""
 
     gpus: tuple[Gpu, ...]
@@ -135,8 +133,7 @@ def _address(match: re.Match[str]) -> tuple[int, ...]:
     return tuple(int(part or "0", 16) for part in match.groups())
 
 
-@dataclass(frozen=True)
-class _Names:
+class _Names(NamedTuple):
     """Resolves the entries of one list; ``place`` is the variable, option or key that the list stands in."""
 
     place: str

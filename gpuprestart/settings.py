@@ -9,7 +9,6 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Optional
 
 from . import owners, policy, quantities
@@ -53,7 +52,7 @@ def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -
         total = quantities.duration(deadline, positive=True)
     except ValueError as error:
         raise Refusal(Outcome.CONFIG, f"--deadline: {error}") from error
-    return replace(loaded, deadline=replace(loaded.deadline, total=total))
+    return loaded._replace(deadline=loaded.deadline._replace(total=total))
 
 
 def _layer(path: str, *, overlay: bool) -> Layer:

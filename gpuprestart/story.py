@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from .model import Decision, Fate, GpuState, Plan, Refusal, Survey
 
 
-@dataclass(frozen=True)
-class Story:
+class Story(NamedTuple):
     run: str
     time: float
     boot_id: str = ""
@@ -20,17 +18,17 @@ class Story:
     nvml_path: str = ""
     policy_files: tuple[str, ...] = ()
     duration: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = {}
     #: The last look and what was decided on it.
     plan: Optional[Plan] = None
     survey: Optional[Survey] = None
     #: Every holder that was seen, in PID order, as it was last judged.
     seen: tuple[Decision, ...] = ()
-    fates: Mapping[tuple[int, int], Fate] = field(default_factory=dict)
+    fates: Mapping[tuple[int, int], Fate] = {}
     #: Holders to which a signal was refused.
     denied: tuple[Decision, ...] = ()
     #: Holders that survived SIGKILL, with the kernel function in which each is stuck.
-    survivors: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    survivors: Mapping[tuple[int, int], str] = {}
     #: How many times stale holders were ended.
     rounds: int = 0
     #: The GPUs were seen clean for as long as the policy asks.

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Callable, Optional
+from typing import Callable, NamedTuple, Optional
 
 from . import owners, text
 from .host import cgroupfs, procfs
 from .host.nvml import Driver
 from .host.systemd import Systemd, SystemdError
-from .model import Gpu, Holder, Inventory, Owner, Process, Reading, Survey, Wait
+from .model import Gpu, Holder, Inventory, Outcome, Owner, Process, Reading, Refusal, Survey, Wait
+from .neighbours import Ask
 
 #: A question that a wedged process or a dead name service never answers is given up after so many seconds.
 SLOW = 1.0
 
-Ask = Callable[[Any, float], Any]
 
-
-@dataclass(frozen=True)
-class Ties:
+class Ties(NamedTuple):
     """Who is tied to the selected GPUs, by PID: where NVML lists it, and which nodes it has open."""
 
     listed: Mapping[int, Mapping[str, Optional[int]]]
@@ -62,10 +59,6 @@ def tie(
             if pid not in elsewhere
         },
     )
-
-
-class Unseen(Exception):
-    """A selected GPU has no device node, so that nobody can tell who has it open."""
 
 
 class Surveyor:
@@ -106,7 +99,7 @@ class Surveyor:
         return self._driver.sample(self._gpus, self._timeout())
 
     def look(self) -> Survey:
-        """Everything. Raises DriverError, and Unseen where a node is missing; silence of systemd makes owners unknown."""
+        """Everything. Raises DriverError, and Refusal where a node is missing; a silent systemd makes owners unknown."""
         readings = self._driver.sample(self._inventory.gpus, self._timeout())
         kin = self._kin()
         devices = self._devices()
@@ -154,8 +147,8 @@ class Surveyor:
             and process.cgroup == before[process.pid].process.cgroup
         ]
         owned = self._owners(now)
-        fresh = tuple(replace(before[process.pid], process=process, owner=owned[process.pid]) for process in now)
-        return replace(survey, holders=fresh, kin=self._kin())
+        fresh = tuple(before[process.pid]._replace(process=process, owner=owned[process.pid]) for process in now)
+        return survey._replace(holders=fresh, kin=self._kin())
 
     def _devices(self) -> dict[int, str]:
         """Device number -> UUID of the selected GPUs. The node bears the minor, which need not be NVML's index."""
@@ -166,7 +159,11 @@ class Surveyor:
             path = f"/dev/nvidia{gpu.minor}"
             number = procfs.device_number(path)
             if number is None:
-                raise Unseen(f"{path} of {gpu} is not there, so nobody can tell who has it open")
+                raise Refusal(
+                    Outcome.UNKNOWN,
+                    f"{path} of {gpu} is not there, so it cannot be told who has it open",
+                    ["nvidia-modprobe -c MINOR makes the node; a container must be given it"],
+                )
             devices[number] = gpu.uuid
         return devices
 
@@ -196,7 +193,7 @@ class Surveyor:
 
     def _named(self, process: Process) -> Process:
         words = self._ask(("cmdline", process.pid), SLOW)
-        return replace(process, user=self._user(process.uid), cmdline=None if words is None else text.redacted(words))
+        return process._replace(user=self._user(process.uid), cmdline=None if words is None else text.redacted(words))
 
     def _user(self, uid: int) -> str:
         if uid not in self._users:

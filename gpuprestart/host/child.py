@@ -12,9 +12,13 @@ import marshal
 import os
 import signal
 import time
-from typing import Any, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
-from ..model import Died, Silent, Wait
+from ..faults import Died, Silent
+
+if TYPE_CHECKING:
+    # Loading the model takes as long as loading Python, and the child is forked before that.
+    from ..model import Wait
 
 #: How long a child that was sent SIGKILL may take before it is left behind as stuck in the kernel.
 REAP = 0.2

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..model import Process
 
@@ -23,8 +22,7 @@ INITIAL_PID_NAMESPACE = 4026531836
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Sweep:
+class Sweep(NamedTuple):
     """One pass over all descriptors: PID -> device numbers of interest that it has open, in any thread."""
 
     opened: Mapping[int, frozenset[int]]

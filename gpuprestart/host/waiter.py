@@ -11,7 +11,7 @@ import select
 import signal
 from collections.abc import Iterable
 
-from ..model import Interrupted
+from ..faults import Interrupted
 
 
 class Waiter:

@@ -1,0 +1,77 @@
+"""argv -> Command: what was asked for. A command line that is wrong ends the process with EX_USAGE.
+
+The line of the hook itself needs no parser, and a server does not wait until one is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
+
+from . import __version__
+
+if TYPE_CHECKING:
+    import argparse
+
+EX_USAGE = 64
+
+
+class Options(NamedTuple):
+    """What ``clean`` and ``check`` may be told."""
+
+    unit: Optional[str] = None
+    policy: Optional[str] = None
+    gpus: Optional[tuple[str, ...]] = None
+    deadline: Optional[str] = None
+
+
+class Command(NamedTuple):
+    verb: str
+    options: Options = Options()
+    json: bool = False
+
+
+HOOK = Command(verb="clean")
+STATUS = Command(verb="status", options=Options(gpus=("all",)))
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command. Raises SystemExit, with EX_USAGE for a line that is wrong and 0 for ``--help`` and ``--version``."""
+    if list(arguments) == ["clean"]:
+        return HOOK
+    given = _parser().parse_args(arguments)
+    if given.verb in (None, "status"):
+        return STATUS
+    gpus = tuple(given.gpus.split(",")) if given.gpus is not None else None
+    options = Options(unit=given.unit, policy=given.policy, gpus=gpus, deadline=given.deadline)
+    return Command(verb=given.verb, options=options, json=given.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    import argparse
+    import sys
+
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            self.print_usage(sys.stderr)
+            self.exit(EX_USAGE, f"{self.prog}: {message}\n")
+
+    parser = Parser(
+        prog="gpuprestart",
+        description="Proves the GPUs of a unit clean before its model server starts. Without a verb: status.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"gpuprestart {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB")
+    for verb, purpose in (
+        ("clean", "the hook: end stale holders, wait until the memory is back, give a verdict"),
+        ("check", "judge as of now and touch nothing"),
+    ):
+        command = verbs.add_parser(verb, help=purpose, description=purpose, allow_abbrev=False)
+        command.add_argument("--unit", help="policy and GPUs of this unit (x means x.service)")
+        command.add_argument("--policy", metavar="FILE", help="this policy instead of the search path")
+        command.add_argument("--gpus", metavar="LIST", help="indices, UUIDs or PCI addresses, separated by commas")
+        command.add_argument("--deadline", metavar="DURATION", help="for everything, such as 120s")
+        command.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+    verbs.add_parser("status", help="GPUs and their holders; also what no verb at all does")
+    return parser

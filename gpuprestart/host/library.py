@@ -1,0 +1,138 @@
+"""The child's side of the driver: asks nvidia-ml-py, and answers in plain values.
+
+It runs in a process that may hang or crash with the driver, and that is forked before the model is loaded; so it knows
+no value of the model. host.nvml is the other side, and makes sense of the answers.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Callable
+
+#: NVML's error codes that are told apart here (nvml.h, nvmlReturn_t).
+NOT_SUPPORTED = 3
+FUNCTION_NOT_FOUND = 13
+ARGUMENT_VERSION_MISMATCH = 25
+UNKNOWN = 999
+
+#: nvmlDeviceGetMemoryInfo_v2 is not there before R510; these are the ways in which the driver says so.
+NO_V2 = (NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, UNKNOWN)
+
+
+class Library:
+    """Answers requests from one loaded NVML. ``load`` returns the pynvml module; it is called at the first request."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._handles: dict[str, Any] = {}
+
+    def __call__(self, request: tuple[Any, ...]) -> dict[str, Any]:
+        """``("init",)`` or ``("sample", [uuid, …])``. A failure of the library as a whole is an answer too."""
+        verb, *arguments = request
+        try:
+            return self._init() if verb == "init" else self._sample(*arguments)
+        except Exception as error:  # noqa: BLE001
+            # Whatever nvidia-ml-py raises here, NVMLLibraryMismatchError and ctypes errors included, is an answer to
+            # be judged by the parent; a traceback in a child that nobody reads would only look like a crash.
+            return {"error": _code(error), "text": _text(error)}
+
+    def _init(self) -> dict[str, Any]:
+        self._nvml = self._load()
+        self._nvml.nvmlInit()
+        gpus = [self._describe(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+        return {"driver": self._nvml.nvmlSystemGetDriverVersion(), "path": _path(self._nvml), "gpus": gpus}
+
+    def _describe(self, index: int) -> dict[str, Any]:
+        nvml = self._nvml
+        gpu: dict[str, Any] = {"index": index, "uuid": "", "name": "", "pci": "", "minor": None, "fault": None}
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpu["uuid"] = nvml.nvmlDeviceGetUUID(handle)
+            self._handles[gpu["uuid"]] = handle
+            gpu["pci"] = nvml.nvmlDeviceGetPciInfo(handle).busId
+            gpu["name"] = nvml.nvmlDeviceGetName(handle)
+            gpu["minor"] = nvml.nvmlDeviceGetMinorNumber(handle)
+        except nvml.NVMLError as error:
+            gpu["fault"] = _text(error)
+        return gpu
+
+    def _sample(self, uuids: list[str]) -> dict[str, Any]:
+        return {uuid: self._read(self._handles[uuid]) for uuid in uuids}
+
+    def _read(self, handle: Any) -> dict[str, Any]:
+        """One GPU. A lost GPU fails its own calls only, so its error stays its own."""
+        try:
+            reading: dict[str, Any] = {"memory": self._memory(handle), "fault": None}
+        except self._nvml.NVMLError as error:
+            return {"memory": None, "fault": _text(error), "listed": [], "unlisted": None}
+        listed: list[tuple[int, int | None, str]] = []
+        unlisted = None
+        for kind, call in (
+            ("compute", "nvmlDeviceGetComputeRunningProcesses"),
+            ("graphics", "nvmlDeviceGetGraphicsRunningProcesses"),
+            ("mps", "nvmlDeviceGetMPSComputeRunningProcesses"),
+        ):
+            try:
+                records = self._processes(call, handle)
+            except Exception as error:  # noqa: BLE001
+                # nvidia-ml-py raises more than NVMLError here, and what fails is this list alone.
+                # GPUs without graphics or MPS say NOT_SUPPORTED for those lists; without compute there is no list.
+                if kind == "compute" or _code(error) not in (NOT_SUPPORTED, FUNCTION_NOT_FOUND):
+                    unlisted = f"{call}: {_text(error)}"
+                continue
+            listed += [(record.pid, record.usedGpuMemory, kind) for record in records]
+        return {**reading, "listed": listed, "unlisted": unlisted}
+
+    def _processes(self, call: str, handle: Any) -> Any:
+        """The newest list that the library has: before R510 there is only the one with the suffix _v2 (nvml.h)."""
+        try:
+            return getattr(self._nvml, call + "_v3")(handle)
+        except Exception as error:
+            if _code(error) != FUNCTION_NOT_FOUND:
+                raise
+        return getattr(self._nvml, call + "_v2")(handle)
+
+    def _memory(self, handle: Any) -> tuple[int, int, int, int | None, str]:
+        """(used, free, total, reserved, call) in bytes; v1 counts what the driver reserves as used (nvml.h)."""
+        nvml = self._nvml
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+            return (memory.used, memory.free, memory.total, memory.reserved, "v2")
+        except nvml.NVMLError as error:
+            if error.value not in NO_V2:
+                raise
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        return (memory.used, memory.free, memory.total, None, "v1")
+
+
+def load_pynvml() -> Any:
+    import pynvml
+
+    return pynvml
+
+
+def _code(error: Exception) -> int | None:
+    return getattr(error, "value", None)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _path(nvml: Any) -> str:
+    """The file that the loaded library came from, asked of the loader (dladdr(3)), since a maps file can mislead."""
+    import ctypes
+
+    class Info(ctypes.Structure):
+        _fields_ = [
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("symbol", ctypes.c_char_p),
+            ("address", ctypes.c_void_p),
+        ]
+
+    info = Info()
+    function = ctypes.cast(nvml.nvmlLib.nvmlInitWithFlags, ctypes.c_void_p)
+    if not ctypes.CDLL(None).dladdr(function, ctypes.byref(info)) or not info.file:
+        return "unknown"
+    return os.path.realpath(os.fsdecode(info.file))

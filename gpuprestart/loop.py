@@ -1,0 +1,119 @@
+"""Survey, judge, evict, drain, and again: until everything is clean, somebody stands in the way, or time is up.
+
+It puts the stages one behind the other and keeps the time; what should be done is the judge's word, and what became of
+it goes to the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from . import drain, evict, judge
+from .ledger import Ledger
+from .model import Action, Decision, Plan, Reading, Survey
+from .neighbours import Neighbours, clock
+from .policy import Policy
+from .survey import Surveyor
+
+#: Seconds after which everything is looked at again while memory is awaited, and how much of the time that may take.
+LOOK_AGAIN = 2.0
+LOOK_SHARE = 10
+
+#: Rounds of new stale holders after which they are said to come back as fast as they are ended.
+MOST_ROUNDS = 10
+
+
+def look(
+    surveyor: Surveyor, policy: Policy, history: judge.History, ledger: Ledger
+) -> tuple[Survey, Plan, judge.History]:
+    with ledger.phase("survey"):
+        survey = surveyor.look()
+    history = judge.remember(history, policy, survey)
+    plan = judge.plan(policy, survey, history)
+    ledger.planned(survey, plan)
+    return survey, plan, history
+
+
+def clean(
+    policy: Policy, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float, protected_until: float
+) -> None:
+    history = judge.History()
+    settled = False
+    rounds = 0
+    while True:
+        began = clock()
+        survey, plan, history = look(surveyor, policy, history, ledger)
+        now = clock()
+        if plan.clean and (settled or not ledger.dirty):
+            ledger.note(proved=True)
+            return
+        if _over(plan, ledger, now, deadline=deadline, protected_until=protected_until):
+            return
+        if plan.evict and not plan.blocking:
+            rounds += 1
+            if rounds > MOST_ROUNDS:
+                return
+            ledger.note(rounds=rounds)
+            _evict(policy, survey, plan, surveyor, host, ledger, deadline=deadline)
+            history = judge.ended(history, attributed=ledger.ended_attributed)
+            continue
+        again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began))
+        until = min(deadline, again, *_moments(policy, plan, history, protected_until))
+        settled = _drain(policy, plan, surveyor, host, ledger, until=until)
+
+
+def _over(plan: Plan, ledger: Ledger, now: float, *, deadline: float, protected_until: float) -> bool:
+    """Whether nothing more can come of this run."""
+    unread = any(state.reading.memory is None for state in plan.gpus)
+    return unread or ledger.denied or now >= deadline or bool(plan.blocking and now >= protected_until)
+
+
+def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until: float) -> list[float]:
+    """When something falls due before the next regular look."""
+    moments = [protected_until] if plan.blocking else []
+    if plan.later:
+        moments += [since + policy.deadline.term for since in history.unexplained_since.values()]
+    return moments
+
+
+def _evict(
+    policy: Policy, survey: Survey, plan: Plan, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float
+) -> None:
+    def still_stale(decisions: Sequence[Decision]) -> Sequence[Decision]:
+        fresh = surveyor.again(survey, [decision.holder for decision in decisions])
+        judged = [judge.decide(policy, fresh, holder) for holder in fresh.holders]
+        return [decision for decision in judged if decision.action is Action.KILL]
+
+    with ledger.phase("evict"):
+        host.say_status(f"Ending {len(plan.evict)} stale GPU holders")
+        evict.evict(
+            plan.evict,
+            still_stale=still_stale,
+            witness=ledger,
+            wait=host.wait,
+            clock=clock,
+            grace=policy.deadline.term,
+            deadline=deadline,
+        )
+
+
+def _drain(policy: Policy, plan: Plan, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, until: float) -> bool:
+    """Wait for memory; while somebody is awaited too, low memory alone ends nothing."""
+
+    def sample() -> Mapping[str, Reading]:
+        readings = surveyor.sample()
+        ledger.sampled(readings, policy)
+        return readings
+
+    def low(readings: Mapping[str, Reading]) -> bool:
+        somebody = plan.awaited or plan.blocking
+        return not somebody and all(judge.is_low(policy, state, readings[state.gpu.uuid]) for state in plan.gpus)
+
+    with ledger.phase("drain"):
+        dirty = [state for state in plan.gpus if not state.clean]
+        host.say_status(
+            f"Waiting for {', '.join(f'{state.gpu}: {state.fault}' for state in dirty[:4])}" if dirty else "Settling"
+        )
+        return drain.drain(
+            sample=sample, low=low, wait=host.wait, clock=clock, settle=policy.memory.settle, until=until
+        )

@@ -1,0 +1,33 @@
+"""What a run is given to work with: the machine's handles, so that a test can hand in its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Callable, NamedTuple
+
+from . import events
+from .host.nvml import Driver
+from .host.systemd import Systemd
+from .model import Wait
+
+#: Puts a question of procfs.slow to a child, for so many seconds at most; None is an answer that never came.
+Ask = Callable[[Any, float], Any]
+
+
+class Neighbours(NamedTuple):
+    """``write`` sends a record to the journal, ``say_status`` sets STATUS=, ``children`` are our own children's PIDs."""
+
+    wait: Wait
+    driver: Driver
+    systemd: Systemd
+    ask: Ask
+    children: Callable[[], Iterable[int]]
+    write: Callable[[events.Record], None]
+    say_status: Callable[[str], object]
+    environ: Mapping[str, str]
+
+
+def clock() -> float:
+    """Seconds of CLOCK_BOOTTIME, on which /proc counts when a process started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

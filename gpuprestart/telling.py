@@ -1,0 +1,69 @@
+"""The verdict, said wherever it is looked for: journal, standard error, STATUS=, standard output, exit status."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Callable, TextIO
+
+from . import events, report
+from .model import EXIT_STATUS, Outcome, Verdict
+
+if TYPE_CHECKING:
+    from .commandline import Command
+    from .host.journal import Journal
+
+
+class Teller:
+    def __init__(self, *, journal: Journal, notify: Callable[[str], object], out: TextIO, err: TextIO) -> None:
+        self._journal = journal
+        self._notify = notify
+        self._out = out
+        self._err = err
+
+    def tell(self, command: Command, verdict: Verdict) -> int:
+        """Say it, and return the exit status."""
+        if command.verb == "clean":
+            self._record(verdict)
+        if command.json:
+            booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+            self._print(report.as_json(verdict, booted=booted) + "\n")
+        elif command.verb == "check":
+            self._print(report.table(verdict))
+        elif command.verb == "status":
+            return self._status(verdict)
+        return verdict.exit
+
+    def _record(self, verdict: Verdict) -> None:
+        """Last in the journal, so that what limits the journal's rate cannot have used it up before."""
+        if verdict.outcome not in (Outcome.CLEAN, Outcome.NONE):
+            for state in verdict.gpus:
+                self._send(events.gpu_verdict(events.Context(unit=verdict.unit, run=verdict.run), state))
+        record = events.verdict(verdict)
+        self._send(record)
+        self._journal.say(record.message, record.priority)
+        ended = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(verdict.time + verdict.duration))
+        self._notify(report.status_line(verdict, ended))
+
+    def _send(self, record: events.Record) -> None:
+        self._journal.send(record.message, record.message_id, record.priority, record.fields)
+
+    def _status(self, verdict: Verdict) -> int:
+        """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""
+        if verdict.gpus:
+            self._print(report.overview(verdict.gpus, verdict.decisions))
+            if all(state.reading.memory for state in verdict.gpus):
+                return 0
+        else:
+            print(report.sentence(verdict), file=self._err)
+        return EXIT_STATUS[Outcome.UNKNOWN]
+
+    def _print(self, text: str) -> None:
+        """A reader that has gone, or a full disk, does not change a verdict."""
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            print(f"gpuprestart: cannot write to standard output: {error.strerror}", file=self._err)
+            # The interpreter tries once more when it ends, and would end with a status of its own.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
