@@ -16,7 +16,7 @@ Ask = Callable[[Any, float], Any]
 
 
 class Neighbours(NamedTuple):
-    """``write`` sends a record to the journal, ``say_status`` sets STATUS=, ``children`` are our own children's PIDs."""
+    """``write`` sends a record to the journal, ``say_status`` sets STATUS=, ``children`` are the PIDs of ours."""
 
     wait: Wait
     driver: Driver

@@ -99,7 +99,7 @@ class Surveyor:
         return self._driver.sample(self._gpus, self._timeout())
 
     def look(self) -> Survey:
-        """Everything. Raises DriverError, and Refusal where a node is missing; a silent systemd makes owners unknown."""
+        """Everything. Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown."""
         readings = self._driver.sample(self._inventory.gpus, self._timeout())
         kin = self._kin()
         devices = self._devices()

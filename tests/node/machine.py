@@ -79,7 +79,8 @@ def can_chroot() -> str | None:
     """
     done = subprocess.run(
         ["unshare", "--mount", "/bin/sh", "-ec", attempt],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, start_new_session=True,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=_environment(),
+        start_new_session=True,
     )  # fmt: skip
     if done.returncode != 0:
         said = " ".join(done.stderr.split()) or f"status {done.returncode}"
@@ -204,6 +205,7 @@ class Machine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=_environment(),
             # The locks say "in use" for as long as either of us lives.
             pass_fds=[lock.fileno() for lock in self._locks],
             start_new_session=True,
@@ -643,5 +645,10 @@ def _cgroup_parents() -> list[tuple[str, Path]]:
     return found
 
 
+def _environment() -> dict[str, str]:
+    """Ours, with the folders of root's programs in PATH: su and cron leave them out."""
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/sbin:/bin".lstrip(":")}
+
+
 def _which(tool: str) -> str | None:
-    return shutil.which(tool, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/bin:/sbin:/bin")
+    return shutil.which(tool, path=_environment()["PATH"])

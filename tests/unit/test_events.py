@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -187,8 +186,8 @@ def test_a_holder_of_many_gpus_has_a_field_for_each() -> None:
 
 def test_what_is_not_known_is_no_field() -> None:
     one = decision()
-    holder = replace(one.holder, listed={}, opened=frozenset(), process=replace(one.holder.process, cmdline=None))
-    record = events.holder_found(events.Context(None, "r"), replace(one, holder=holder, rule=None), [state()])
+    holder = one.holder._replace(listed={}, opened=frozenset(), process=one.holder.process._replace(cmdline=None))
+    record = events.holder_found(events.Context(None, "r"), one._replace(holder=holder, rule=None), [state()])
     absent = {"GPU_UUID", "GPU_INDEX", "GPU_USED_BYTES", "HOLDER_BYTES", "HOLDER_EVIDENCE", "HOLDER_CMDLINE"}
     assert not (absent | {"GPUPRESTART_RULE", "GPUPRESTART_UNIT"}) & set(record.fields)
     assert record.message.startswith("on no selected GPU: python3[4711]")
@@ -206,7 +205,7 @@ def test_what_is_not_known_is_no_field() -> None:
 )
 def test_the_unit_whose_process_it_is_can_read_the_record_too(owner: Owner, expected: Optional[str]) -> None:
     one = decision()
-    one = replace(one, holder=replace(one.holder, owner=owner))
+    one = one._replace(holder=one.holder._replace(owner=owner))
     makers: list[Callable[[], events.Record]] = [
         lambda: events.holder_found(CONTEXT, one, [state()]),
         lambda: events.holder_signalled(CONTEXT, one, [state()], signal_name="SIGKILL"),
@@ -219,7 +218,7 @@ def test_the_unit_whose_process_it_is_can_read_the_record_too(owner: Owner, expe
 
 def test_an_owner_that_is_no_unit_is_named_by_its_word() -> None:
     one = decision()
-    one = replace(one, holder=replace(one.holder, owner=Owner(kind=OwnerKind.SESSION, word="session:5:alice")))
+    one = one._replace(holder=one.holder._replace(owner=Owner(kind=OwnerKind.SESSION, word="session:5:alice")))
     assert "python3[4711] of session:5:alice (" in events.holder_found(CONTEXT, one, [state()]).message
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from fractions import Fraction
 from typing import Optional
 
@@ -64,7 +63,7 @@ def test_no_file_is_the_contract_s_defaults() -> None:
     assert policy.deadline == Deadlines(120.0, 10.0, 0.0, 60.0, 15.0)
     assert policy.nvml == Nvml("refuse", "auto")
     assert (policy.dedicated, policy.rules, policy.files) == (False, (), ())
-    assert site("") == replace(policy, files=(SITE,))
+    assert site("") == policy._replace(files=(SITE,))
 
 
 def test_the_contract_s_example_says_the_defaults() -> None:
@@ -96,7 +95,7 @@ def test_the_contract_s_example_says_the_defaults() -> None:
         """
     )
     (rule,) = policy.rules
-    assert replace(policy, rules=(), gpus=Gpus(), files=()) == Policy()
+    assert policy._replace(rules=(), gpus=Gpus(), files=()) == Policy()
     assert rule == Rule(
         name="old benchmark launchers",
         match=Match(user="bench", cmdline=re.compile(r"sglang\.launch_server")),
@@ -304,7 +303,7 @@ def test_an_instance_s_rules_come_before_its_template_s_and_these_before_the_sit
 def decides(policy: Policy, *users: str) -> str | None:
     """The name of the rule that decides about a holder which the rules on these users match."""
     rule = policy.rule_for(lambda rule: rule.match.user in users)
-    return rule and rule.name
+    return rule.name if rule else None
 
 
 def test_the_first_rule_that_matches_decides() -> None:

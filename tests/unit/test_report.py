@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any, Optional
 
 import pytest
@@ -82,7 +81,7 @@ def verdict(**fields: Any) -> Verdict:
         duration=1.23456,
         phases={"measure": 0.12345, "survey": 0.2, "evict": 0.0, "drain": 0.9, "preconditions": 0.0},
     )
-    return replace(base, **fields)
+    return base._replace(**fields)
 
 
 def test_sentence_is_the_word_the_message_and_the_first_hint() -> None:
@@ -213,7 +212,7 @@ def test_table() -> None:
     )
     uuids = frozenset(each.gpu.uuid for each in gpus[:3])
     first = decision(listed={gpus[0].gpu.uuid: 1520 * MIB})
-    second = replace(decision("sh", Action.SPARE, opened=uuids), rule="mine")
+    second = decision("sh", Action.SPARE, opened=uuids)._replace(rule="mine")
     text = table(verdict(gpus=gpus, decisions=(first, second), outcomes=(Outcome.PROTECTED, Outcome.UNKNOWN)))
     reason = "was left behind by old.service, which is failed"
     assert text.splitlines() == [

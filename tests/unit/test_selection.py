@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Optional
 
 import pytest
@@ -296,7 +295,7 @@ def test_what_a_policy_may_not_name(entry: str) -> None:
 
 # Lost GPUs, MIG ------------------------------------------------------------------------------------------------------
 
-LOST = replace(FOUR.gpus[3], fault="GPU is lost")
+LOST = FOUR.gpus[3]._replace(fault="GPU is lost")
 NAMELESS = Gpu(3, "", fault="GPU is lost")
 
 
@@ -342,7 +341,7 @@ def test_mig_instances_are_found_by_uuid_among_instances_only() -> None:
 
 def test_an_old_mig_name_is_not_the_beginning_of_a_longer_one() -> None:
     assert select((f"MIG-{UUIDS[1]}/1/0",), MIG, None).gpus == (MIG.gpus[4],)
-    machine = inventory(*MIG.gpus[:4], replace(MIG.gpus[4], uuid=f"MIG-{UUIDS[1]}/1/1"), MIG.gpus[5])
+    machine = inventory(*MIG.gpus[:4], MIG.gpus[4]._replace(uuid=f"MIG-{UUIDS[1]}/1/1"), MIG.gpus[5])
     assert select((f"MIG-{UUIDS[1]}/1/1",), machine, None).gpus == (machine.gpus[4],)
 
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Callable
 
 import pytest
-
 from simgpu_client import MIB, Client, Refused
 
 pytest.importorskip("pynvml", reason="needs nvidia-ml-py")
