@@ -19,13 +19,29 @@ if TYPE_CHECKING:
 
     from .commandline import Command
 
+#: Stands for an end by SIGABRT, as a shell shows it.
+ABORTED = 134
+
 #: What in the environment can change which NVML answers, or how (ld.so(8), NVML's own variables).
 SUSPECT = ("LD_", "NVML_")
 
 
 def run() -> None:
     """The console entry."""
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    if status == ABORTED:
+        _abort()
+    sys.exit(status)
+
+
+def _abort() -> None:
+    """Die by SIGABRT without a core: the unit takes every status that refuses for a success."""
+    import resource
+    import signal
+
+    sys.stdout.flush()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.raise_signal(signal.SIGABRT)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -60,7 +76,8 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .host import procfs
     from .host.child import Questions
     from .host.journal import Journal
-    from .host.notify import notify_status
+    from .host.locks import Claims, Locks
+    from .host.notify import extend_timeout, notify_status
     from .host.nvml import Driver
     from .host.systemd import Systemd
     from .neighbours import Neighbours
@@ -82,7 +99,10 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         children=lambda: {child.pid, *questions.pids},
         write=write,
         say_status=notify_status,
+        extend_timeout=lambda seconds: "NOTIFY_SOCKET" in os.environ and extend_timeout(int(seconds * 1_000_000)),
         environ=os.environ,
+        locks=Locks(),
+        claims=Claims(),
     )
     try:
         verdict = hook.run(command.options, host, checking=command.verb != "clean")

@@ -52,7 +52,7 @@ def run_started(
 ) -> Record:
     policy = ", ".join(policy_files) or "the built-in policy"
     what = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
-    message = f"Judging {what} for {context.unit or 'no unit'} by {policy}, within {deadline:g} s"
+    message = f"Judging {what}{f' for {context.unit}' if context.unit else ''} by {policy}, within {deadline:g} s"
     fields = {**_gpu_names(gpus), "GPUPRESTART_POLICY": tuple(policy_files), "GPUPRESTART_VERSION": version}
     return _record("run-started", INFO, message, context, fields)
 
@@ -69,10 +69,10 @@ _FOUND: Mapping[Action, tuple[int, str]] = {
 
 _FATES: Mapping[Fate, str] = {
     Fate.EXITED: "exited on its own",
-    Fate.TERMINATED: "ended by SIGTERM",
-    Fate.KILLED: "ended by SIGKILL",
+    Fate.TERMINATED: "was ended by SIGTERM",
+    Fate.KILLED: "was ended by SIGKILL",
     Fate.SURVIVED: "survived SIGKILL",
-    Fate.GONE: "gone before it could be signalled",
+    Fate.GONE: "was gone before it could be signalled",
 }
 
 
@@ -93,8 +93,8 @@ def holder_signalled(context: Context, decision: Decision, gpus: Sequence[GpuSta
 def holder_gone(
     context: Context, decision: Decision, gpus: Sequence[GpuState], *, fate: Fate, seconds: Optional[float] = None
 ) -> Record:
-    after = "" if seconds is None else f" after {seconds:.1f} s"
-    message = f"{_where(decision, gpus)}: {who(decision, gpus)}, which {decision.reason}: {_FATES[fate]}{after}"
+    after = "" if seconds is None else f" after {seconds:.2f} s"
+    message = f"{_where(decision, gpus)}: {who(decision, gpus)} {_FATES[fate]}{after}; it {decision.reason}"
     return _about_holder("holder-gone", INFO, message, context, decision, gpus, {"HOLDER_FATE": fate.value})
 
 
@@ -113,7 +113,7 @@ def holder_survived(
 def memory_freed(context: Context, before: GpuState, after: GpuState, *, seconds: float) -> Record:
     was = before.reading.memory
     start = "an unknown amount" if was is None else mib(was.used)
-    message = f"{after.gpu}: back from {start} to {usage(after)}, after {seconds:.1f} s"
+    message = f"{after.gpu}: memory is back {seconds:.1f} s into this run: {usage(after)}, it was {start}"
     fields = {**_figures(after), "GPU_USED_BEFORE_BYTES": "" if was is None else str(was.used)}
     return _record("memory-freed", INFO, message, context, fields)
 
@@ -122,7 +122,8 @@ def gpu_verdict(context: Context, state: GpuState) -> Record:
     memory = state.reading.memory
     if state.clean:
         return _record("gpu-verdict", INFO, f"{state.gpu} is clean: {usage(state)}", context, _figures(state))
-    unexplained = f", {mib(state.unattributed)} of it unattributed" if state.unattributed else ""
+    nobody = state.unattributed > state.limit
+    unexplained = f", {mib(state.unattributed)} of it held by nobody that is alive" if nobody else ""
     why = f": {state.fault}" if state.fault and not (memory and memory.used > state.limit) else ""
     message = f"{state.gpu} is not clean: {usage(state)}{unexplained}{why}"
     return _record("gpu-verdict", WARNING, message, context, _figures(state))

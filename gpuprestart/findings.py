@@ -6,13 +6,12 @@ are read by somebody who was woken for them, so the most useful hint comes first
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
 from .report import held, indices, usage, who
 from .story import Story
-from .text import mib
 
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
 MOST_NAMED = 3
@@ -38,7 +37,7 @@ def against(story: Story) -> list[Finding]:
         return found
     found += _denied(story, plan, survey)
     found += _unmeasured(plan)
-    found += _protected(plan)
+    found += _protected(plan) + _claimed(plan)
     found += _unkillable(story)
     found += _respawning(story, plan)
     if any(finding.outcome in _EXPLAIN for finding in found):
@@ -64,8 +63,8 @@ def _interrupted(story: Story) -> Finding:
 
 def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
     found = [
-        Finding(Outcome.DENIED, f"the kernel does not let us signal {who(decision, plan.gpus)}", (ROOT,))
-        for decision in story.denied
+        Finding(Outcome.DENIED, f"the kernel refuses us signals to {who(each, plan.gpus)}; it {each.reason}", (ROOT,))
+        for each in story.denied
     ]
     unexplained = [state for state in plan.gpus if state.gpu.uuid in plan.unexplained]
     if unexplained and survey.unreadable:
@@ -91,10 +90,23 @@ def _protected(plan: Plan) -> list[Finding]:
         return []
     first, *others = in_the_way
     theirs = [state for state in plan.gpus if state.gpu.uuid in held(first.holder)]
-    message = f"{_where(theirs)} is held by {_process(first, plan.gpus)}: it {first.reason}"
+    message = f"{_where(theirs)} is held by {who(first, plan.gpus)}: it {first.reason}"
     if others:
         message += f"; and by {count(len(others), 'other', 'others')}: {_names(others)}"
     return [Finding(Outcome.PROTECTED, message, tuple(decision.hint for decision in in_the_way))]
+
+
+def _claimed(plan: Plan) -> list[Finding]:
+    """GPUs that look free, and are promised to a unit whose server has not come to use them yet."""
+    found = []
+    for unit in dict.fromkeys(unit for _, unit in plan.claims):
+        theirs = {uuid for claim, other in plan.claims if other == unit for uuid in (claim.gpu, claim.parent) if uuid}
+        gpus = [state.gpu.index for state in plan.gpus if theirs & {state.gpu.uuid, state.gpu.parent}]
+        plural = "s" if len(gpus) > 1 else ""
+        message = f"GPU{plural} {indices(gpus)} may soon be used by {unit.name}, which is {unit.active_state}"
+        hints = (f"systemctl stop {unit.name}, or give each unit GPUs of its own",)
+        found.append(Finding(Outcome.PROTECTED, f"{message} and was given what was clean", hints))
+    return found
 
 
 def _unkillable(story: Story) -> list[Finding]:
@@ -105,7 +117,7 @@ def _unkillable(story: Story) -> list[Finding]:
         if story.fates.get(process.identity) is Fate.SURVIVED:
             place = story.survivors.get(process.identity)
             stuck = f"state {process.state}" + (f", in {place}" if place else "")
-            message = f"{who(decision, story.gpus)} survived SIGKILL ({stuck})"
+            message = f"{who(decision, story.gpus)} survived SIGKILL ({stuck}); it {decision.reason}"
             found.append(Finding(Outcome.UNKILLABLE, message, hints))
     return found
 
@@ -179,7 +191,7 @@ def _unattributed(plan: Plan, survey: Survey, state: GpuState) -> Finding:
     if state.reading.unlisted:
         hints.append(f"the driver gave no whole process list: {state.reading.unlisted}")
     suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
-    hints += [f"{_process(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
+    hints += [f"{who(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
     return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))
 
 
@@ -224,13 +236,6 @@ def _where(states: Sequence[GpuState]) -> str:
     figures = ", ".join(f"{state.gpu.index}: {usage(state)}" for state in states[:MOST_NAMED])
     more = ", …" if len(states) > MOST_NAMED else ""
     return f"GPUs {indices(state.gpu.index for state in states)} ({figures}{more})"
-
-
-def _process(decision: Decision, gpus: Iterable[GpuState]) -> str:
-    """The process without its owner, where the reason that follows names that."""
-    process = decision.holder.process
-    share = decision.holder.bytes_on([state.gpu.uuid for state in gpus])
-    return f"{process} (user {process.user or process.uid}{'' if share is None else ', ' + mib(share)})"
 
 
 def _names(decisions: Sequence[Decision]) -> str:

@@ -1,4 +1,4 @@
-"""The straight line of a run: settings, measure, survey, judge, evict, drain, verdict.
+"""The straight line of a run: settings, measure, survey, judge, evict, drain, verdict, claim.
 
 Whose start it is and what its policy says is read while the driver initialises. Then the machine is surveyed and
 judged; what is stale is ended, what is awaited is waited for, and everything is looked at again, until every selected
@@ -12,10 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional
 
-from . import __version__, events, judge, owners, selection, settings
+from . import __version__, claims, events, judge, owners, refusing, selection, settings
 from .commandline import Options
 from .faults import Interrupted
 from .host import cgroupfs, procfs
+from .host.locks import Denied
 from .host.nvml import DriverError, traces
 from .ledger import Ledger
 from .model import Gpu, Inventory, Outcome, Refusal, Survey, Verdict
@@ -24,14 +25,20 @@ from .policy import Policy
 from .story import Story
 from .verdict import conclude
 
+#: Seconds between two tries to get the lock of a GPU that another run is judging.
+LOCK_AGAIN = 0.05
+
 
 class Start(NamedTuple):
     """Whose start this is and what holds for it; ``environ`` is None where no unit's environment selects GPUs."""
 
     unit: Optional[str]
-    own: Optional[owners.Own]
     environ: Optional[Mapping[str, str]]
     policy: Policy
+    #: The unit whose control process we are, once systemd has said so.
+    own: Optional[owners.Own] = None
+    #: The PID under which a claim is made, where this is the start of a unit.
+    control_pid: int = 0
 
 
 def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
@@ -42,22 +49,26 @@ def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
     story = Story(run=_run_id(host), time=time.time(), boot_id=_boot_id(), checking=checking)
     ledger = Ledger(story, write=_silent if checking else host.write, clock=clock, wchan=procfs.wchan)
     try:
-        _straight_line(options, host, ledger, checking=checking)
-        return conclude(ledger.story())
+        _Run(options, host, ledger, checking=checking).straight_line()
+        verdict = conclude(ledger.story())
     except Refusal as refusal:
-        return conclude(ledger.story(refusal=refusal))
+        verdict = conclude(ledger.story(refusal=refusal))
     except DriverError as error:
         hints = [error.remedy] if error.remedy else []
-        return conclude(ledger.story(refusal=Refusal(Outcome.UNKNOWN, str(error), hints)))
+        verdict = conclude(ledger.story(refusal=Refusal(Outcome.UNKNOWN, str(error), hints)))
     except Interrupted as interrupted:
-        return conclude(ledger.story(interrupted=interrupted))
+        verdict = conclude(ledger.story(interrupted=interrupted))
+    finally:
+        host.locks.release()
+    return verdict if checking else refusing.sure(verdict, host.systemd, procfs.own_cgroup())
 
 
 def failed(error: Exception, host: Neighbours) -> Verdict:
     """The verdict on a run that a fault of this program ended."""
     message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
     refusal = Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
-    return conclude(Story(run=_run_id(host), time=time.time(), boot_id=_boot_id(), refusal=refusal))
+    verdict = conclude(Story(run=_run_id(host), time=time.time(), boot_id=_boot_id(), refusal=refusal))
+    return refusing.sure(verdict, host.systemd, procfs.own_cgroup())
 
 
 def _silent(record: events.Record) -> None:
@@ -73,115 +84,199 @@ def _boot_id() -> str:
         return file.read().strip().replace("-", "")
 
 
-def _straight_line(options: Options, host: Neighbours, ledger: Ledger, *, checking: bool) -> None:
-    began = clock()
-    cgroup = procfs.own_cgroup()
-    lineage = procfs.lineage(os.getpid())
-    certain = None if options.unit else settings.certain_unit(host.environ, cgroup, lineage)
-    if certain is not None:
-        start = Start(unit=certain, own=None, environ=host.environ, policy=_policy(options, certain, ledger))
-        _, gpus = _measure(start, options, host, ledger, began)
-        if _quick(start, gpus, host, ledger, cgroup):
+class _Run:
+    """One run: what it was asked, what it works with, and where it writes down what it sees."""
+
+    def __init__(self, options: Options, host: Neighbours, ledger: Ledger, *, checking: bool) -> None:
+        self._options = options
+        self._host = host
+        self._ledger = ledger
+        self._checking = checking
+        self._began = clock()
+        self._cgroup = procfs.own_cgroup()
+        self._lineage = procfs.lineage(os.getpid())
+
+    def straight_line(self) -> None:
+        certain = None if self._options.unit else settings.certain_unit(self._host.environ, self._cgroup, self._lineage)
+        if certain is not None and self._quick_way(certain):
             return
-    start = _start(options, host, ledger, cgroup, lineage)
-    inventory, gpus = _measure(start, options, host, ledger, began)
-    _announce(start, inventory, gpus, ledger)
-    _long_way(start, inventory, gpus, host, ledger, began, checking=checking)
+        start = self._start()
+        inventory, gpus = self._measure(start)
+        self._announce(start, inventory, gpus)
+        self._long_way(start, inventory, gpus)
 
+    # Whose start, which GPUs -----------------------------------------------------------------------------------------
 
-def _long_way(
-    start: Start,
-    inventory: Inventory,
-    gpus: Sequence[Gpu],
-    host: Neighbours,
-    ledger: Ledger,
-    began: float,
-    *,
-    checking: bool,
-) -> None:
-    """Everything is looked at. A start on clean GPUs never comes here, and does not wait until this is loaded."""
-    from . import loop
-    from .survey import Surveyor
+    def _start(self) -> Start:
+        """By systemd's word. A unit that was named chooses policy and GPUs; its processes are not ours to end."""
+        if self._options.unit:
+            unit = settings.full_name(self._options.unit)
+            environ = settings.environment_of(self._host.systemd, unit)
+            return Start(unit=unit, environ=environ, policy=self._policy(unit))
+        own = settings.own_unit(self._host.systemd, self._cgroup, self._lineage)
+        if own is None:
+            return Start(unit=None, environ=None, policy=self._policy(None))
+        name, control_pid = own.unit.name, own.unit.control_pid
+        policy = self._policy(name)
+        return Start(unit=name, environ=self._host.environ, policy=policy, own=own, control_pid=control_pid)
 
-    policy, deadline = start.policy, began + start.policy.deadline.total
-    surveyor = Surveyor(
-        driver=host.driver,
-        systemd=host.systemd,
-        ask=host.ask,
-        inventory=inventory,
-        gpus=gpus,
-        own=start.own,
-        children=host.children,
-        pids_ours=_pids_ours(policy),
-        timeout=lambda: _left(policy.deadline.nvml, deadline),
-        clock=clock,
-        wait=host.wait,
-    )
-    if checking:
-        _, plan, _ = loop.look(surveyor, policy, judge.History(), ledger)
-        ledger.note(proved=plan.clean)
-    else:
-        loop.clean(policy, surveyor, host, ledger, deadline=deadline, protected_until=began + policy.deadline.protected)
+    def _policy(self, unit: Optional[str]) -> Policy:
+        self._ledger.note(unit=unit)
+        policy = settings.load(unit, file=self._options.policy, deadline=self._options.deadline)
+        self._ledger.note(policy_files=policy.files)
+        return policy
 
+    def _measure(self, start: Start) -> tuple[Inventory, tuple[Gpu, ...]]:
+        """What the driver has, and which of it this start uses. Where that is no GPU at all, the run ends."""
+        policy = start.policy
+        with self._ledger.phase("measure"):
+            try:
+                deadline = self._began + policy.deadline.total
+                inventory = self._host.driver.inventory(_left(policy.deadline.nvml_init, deadline))
+            except DriverError as error:
+                if policy.nvml.missing == "pass" and error.missing and not traces():
+                    message = "this machine has no NVIDIA device, module, node or library"
+                    raise Refusal(Outcome.NONE, message) from error
+                raise
+        self._ledger.note(driver=inventory.driver, nvml_path=inventory.nvml_path)
+        override, origin = self._options.gpus, policy.gpus.origin
+        chosen = selection.select(policy.gpus.select, inventory, start.environ, override, origin=origin)
+        if chosen.empty:
+            raise Refusal(Outcome.NONE, f"{start.unit or 'this start'} uses no GPU ({chosen.source})")
+        return inventory, chosen.gpus
 
-# Whose start, which GPUs ---------------------------------------------------------------------------------------------
+    def _announce(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu]) -> None:
+        policy, context = start.policy, self._ledger.context
+        deadline = policy.deadline.total
+        self._ledger.write(
+            events.run_started(context, gpus=gpus, policy_files=policy.files, deadline=deadline, version=__version__)
+        )
+        for gpu in inventory.gpus:
+            if gpu.fault and gpu not in gpus:
+                text = f"{gpu} is not selected, but NVML cannot reach it: {gpu.fault}"
+                self._ledger.write(events.warning(context, text, gpu=gpu))
 
+    # The quick way ---------------------------------------------------------------------------------------------------
 
-def _start(options: Options, host: Neighbours, ledger: Ledger, cgroup: str, lineage: Sequence[int]) -> Start:
-    """By systemd's word. A unit that was named chooses policy and GPUs only: its processes are not ours to end."""
-    if options.unit:
-        unit = settings.full_name(options.unit)
-        environ: Optional[Mapping[str, str]] = settings.environment_of(host.systemd, unit)
-        return Start(unit=unit, own=None, environ=environ, policy=_policy(options, unit, ledger))
-    own = settings.own_unit(host.systemd, cgroup, lineage)
-    if own is None:
-        return Start(unit=None, own=None, environ=None, policy=_policy(options, None, ledger))
-    name = own.unit.name
-    return Start(unit=name, own=own, environ=host.environ, policy=_policy(options, name, ledger))
+    def _quick_way(self, unit: str) -> bool:
+        """Whether one sample proves everything: nobody is listed or has claimed anything, all GPUs are under their
+        limit, and our cgroup holds only our own tree. What is not certain here is left to the long way."""
+        control_pid = int(self._host.environ["SYSTEMD_EXEC_PID"])
+        start = Start(unit=unit, environ=self._host.environ, policy=self._policy(unit), control_pid=control_pid)
+        _, gpus = self._measure(start)
+        unit_cgroup = self._cgroup[: self._cgroup.index(f"/{unit}") + len(f"/{unit}")]
+        if any(control_pid not in procfs.lineage(pid) for pid in cgroupfs.pids(unit_cgroup)):
+            return False
+        if not self._checking and self._locked_by(start, gpus) is not None:
+            return False
+        if self._foreign_claims(start, gpus):
+            return False
+        with self._ledger.phase("measure"):
+            readings = self._host.driver.sample(gpus, start.policy.deadline.nvml)
+        if any(reading.listed or reading.distrust or reading.unlisted for reading in readings.values()):
+            return False
+        survey = Survey(at=clock(), gpus=gpus, readings=readings)
+        plan = judge.plan(start.policy, survey, judge.History())
+        if not plan.clean:
+            return False
+        self._ledger.planned(survey, plan)
+        self._prove(start, gpus)
+        return True
 
+    # The long way ----------------------------------------------------------------------------------------------------
 
-def _policy(options: Options, unit: Optional[str], ledger: Ledger) -> Policy:
-    ledger.note(unit=unit)
-    policy = settings.load(unit, file=options.policy, deadline=options.deadline)
-    ledger.note(policy_files=policy.files)
-    return policy
+    def _long_way(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu]) -> None:
+        """Everything is looked at. A start on clean GPUs never comes here, and does not wait until this is loaded."""
+        from . import loop
+        from .survey import Surveyor
 
+        policy, ledger, host = start.policy, self._ledger, self._host
+        deadline = self._deadline(start)
+        if not self._checking:
+            self._lock(start, gpus, deadline)
+        surveyor = Surveyor(
+            host,
+            inventory=inventory,
+            gpus=gpus,
+            own=start.own,
+            pids_ours=_pids_ours(policy),
+            timeout=lambda: _left(policy.deadline.nvml, deadline),
+            foreign_claims=lambda: self._foreign_claims(start, gpus),
+            keep_claims=self._checking,
+        )
+        if self._checking:
+            _, plan, _ = loop.look(surveyor, policy, judge.History(), ledger)
+            proved = plan.clean
+        else:
+            protected_until = min(deadline, self._began + policy.deadline.protected)
+            proved = loop.clean(policy, surveyor, host, ledger, deadline=deadline, protected_until=protected_until)
+        if proved:
+            self._prove(start, gpus)
 
-def _measure(
-    start: Start, options: Options, host: Neighbours, ledger: Ledger, began: float
-) -> tuple[Inventory, tuple[Gpu, ...]]:
-    """What the driver has, and which of it this start uses. Where that is no GPU at all, the run ends."""
-    policy = start.policy
-    with ledger.phase("measure"):
+    def _deadline(self, start: Start) -> float:
+        """When this run must be over: as the policy says, and before systemd ends it."""
+        deadline = self._began + start.policy.deadline.total
+        if start.own is None or self._checking:
+            return deadline
+        limit = start.own.unit.timeout_start
+        control = procfs.read(start.own.unit.control_pid)
+        if limit is None or control is None or control.began + limit > deadline + EXTENSION:
+            return deadline
+        if self._host.extend_timeout(deadline - clock() + EXTENSION):
+            return deadline
+        cut = control.began + limit - min(EXTENSION, 0.3 * limit)
+        self._ledger.note(
+            advice=(
+                f"this run was cut short at {limit:g} s by TimeoutStartSec= of {start.unit}: raise it above"
+                " deadline.total, or set NotifyAccess=exec so that it can be extended",
+            )
+        )
+        return min(deadline, cut)
+
+    # Claims and locks ------------------------------------------------------------------------------------------------
+
+    def _prove(self, start: Start, gpus: Sequence[Gpu]) -> None:
+        """Every selected GPU is clean. A unit's start claims them before the lock is given up."""
+        if not self._checking and start.control_pid:
+            invocation = start.own.unit.invocation if start.own else self._host.environ.get("INVOCATION_ID", "")
+            try:
+                for claim in claims.of(start.unit or "", invocation, start.control_pid, gpus):
+                    self._host.claims.write(claim.gpu, claims.text(claim))
+            except Denied as error:
+                raise _no_folder(error) from error
+        self._ledger.note(proved=True)
+
+    def _foreign_claims(self, start: Start, gpus: Sequence[Gpu]) -> list[claims.Claim]:
         try:
-            inventory = host.driver.inventory(_left(policy.deadline.nvml_init, began + policy.deadline.total))
-        except DriverError as error:
-            if policy.nvml.missing == "pass" and error.missing and not traces():
-                raise Refusal(Outcome.NONE, "this machine has no NVIDIA device, module, node or library") from error
-            raise
-    ledger.note(driver=inventory.driver, nvml_path=inventory.nvml_path)
-    chosen = selection.select(policy.gpus.select, inventory, start.environ, options.gpus, origin=policy.gpus.origin)
-    if chosen.empty:
-        raise Refusal(Outcome.NONE, f"{start.unit or 'this start'} uses no GPU ({chosen.source})")
-    return inventory, chosen.gpus
+            return claims.foreign(self._host.claims.read(), gpus, start.unit)
+        except Denied as error:
+            raise _no_folder(error) from error
+
+    def _locked_by(self, start: Start, gpus: Sequence[Gpu]) -> Optional[str]:
+        """Try to lock the GPUs: None if they are ours, else who has one of them. An instance is locked by its GPU."""
+        holder = f"{start.unit or 'gpuprestart clean'} (PID {os.getpid()})"
+        try:
+            return self._host.locks.take([gpu.parent or gpu.uuid for gpu in gpus if gpu.uuid], holder)
+        except Denied as error:
+            raise _no_folder(error) from error
+
+    def _lock(self, start: Start, gpus: Sequence[Gpu], deadline: float) -> None:
+        """Wait until no other run judges these GPUs."""
+        with self._ledger.phase("measure"):
+            while (other := self._locked_by(start, gpus)) is not None:
+                if clock() >= deadline:
+                    message = f"the start of {other} is judging these GPUs and was not over by the deadline"
+                    raise Refusal(Outcome.PROTECTED, message, ["start one unit after the other (After=)"])
+                self._host.wait((), LOCK_AGAIN)
 
 
-def _quick(start: Start, gpus: Sequence[Gpu], host: Neighbours, ledger: Ledger, cgroup: str) -> bool:
-    """Whether one sample proves everything: nobody is listed, all is under the limit, and our cgroup holds only us."""
-    control = int(host.environ["SYSTEMD_EXEC_PID"])
-    ours = cgroup[: cgroup.index(f"/{start.unit}") + len(f"/{start.unit}")]
-    if any(control not in procfs.lineage(pid) for pid in cgroupfs.pids(ours)):
-        return False
-    with ledger.phase("measure"):
-        readings = host.driver.sample(gpus, start.policy.deadline.nvml)
-    if any(reading.listed or reading.distrust or reading.unlisted for reading in readings.values()):
-        return False
-    survey = Survey(at=clock(), gpus=tuple(gpus), readings=readings)
-    plan = judge.plan(start.policy, survey, judge.History())
-    if plan.clean:
-        ledger.planned(survey, plan)
-        ledger.note(proved=True)
-    return plan.clean
+#: Seconds that systemd is asked for beyond the deadline, for the last look and the verdict.
+EXTENSION = 5.0
+
+
+def _no_folder(error: Denied) -> Refusal:
+    hint = "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
+    return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [hint])
 
 
 def _pids_ours(policy: Policy) -> bool:
@@ -193,19 +288,3 @@ def _pids_ours(policy: Policy) -> bool:
 def _left(most: float, deadline: float) -> float:
     """A timeout for one call inside the deadline. At the end there is still a second for the last look."""
     return max(1.0, min(most, deadline - clock()))
-
-
-def _announce(start: Start, inventory: Inventory, gpus: Sequence[Gpu], ledger: Ledger) -> None:
-    ledger.write(
-        events.run_started(
-            ledger.context,
-            gpus=gpus,
-            policy_files=start.policy.files,
-            deadline=start.policy.deadline.total,
-            version=__version__,
-        )
-    )
-    for gpu in inventory.gpus:
-        if gpu.fault and gpu not in gpus:
-            text = f"{gpu} is not selected, but NVML cannot reach it: {gpu.fault}"
-            ledger.write(events.warning(ledger.context, text, gpu=gpu))

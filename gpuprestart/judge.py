@@ -55,9 +55,10 @@ def plan(policy: Policy, survey: Survey, history: History) -> Plan:
     decided = [decide(policy, survey, holder) for holder in survey.holders]
     placed = [(_role(policy, survey, history, each, unexplained), each) for each in decided]
     blocking = [each for role, each in placed if role is Role.BLOCKING] + _too_much_spared(policy, survey, decided)
-    if blocking:
+    claims = tuple((claim, unit) for claim, unit in survey.claims if not rules.spare_unit(policy, claim.unit))
+    if blocking or claims:
         # The server will not start anyway, so nobody is ended for it, however stale.
-        placed = [(Role.IDLE if role in (Role.EVICT, Role.LATER) else role, each) for role, each in placed]
+        placed = [(Role.RESPITED if role in (Role.EVICT, Role.LATER) else role, each) for role, each in placed]
 
     def having(role: Role) -> tuple[Decision, ...]:
         return tuple(each for found, each in placed if found is role)
@@ -71,6 +72,7 @@ def plan(policy: Policy, survey: Survey, history: History) -> Plan:
         awaited=having(Role.AWAITED),
         suspects=having(Role.SUSPECT),
         unexplained=unexplained,
+        claims=claims,
     )
 
 
@@ -82,6 +84,7 @@ class Role(Enum):
     LATER = "stale, but it may not be what the memory is about: to be ended if the memory stays"
     AWAITED = "has memory on a selected GPU and is going by itself"
     SUSPECT = "may hold memory that nobody explains, and is nobody's to end"
+    RESPITED = "stale, but the start is refused anyway"
     SPARED = "left alone, and its memory not counted"
     IDLE = "has nothing on a selected GPU that counts"
 
@@ -109,11 +112,12 @@ def _role(policy: Policy, survey: Survey, history: History, decision: Decision, 
 
 def _shown(role: Role, decision: Decision) -> Decision:
     """The decision as it is told: what is in nobody's way is left alone, whatever its owner's row says."""
-    if role is not Role.IDLE:
+    if role is Role.RESPITED:
+        reason = f"{decision.reason}, and is not ended because the start is refused anyway"
+    elif role is Role.IDLE:
+        reason = f"has no memory here that counts, and {decision.reason}"
+    else:
         return decision
-    reason = decision.reason
-    if decision.action is Action.KILL:
-        reason = f"{reason}, but nobody is ended while the start is refused, or while it holds nothing"
     return decision._replace(action=Action.NONE, reason=reason, hint="")
 
 
@@ -226,17 +230,18 @@ def _own_current(policy: Policy, owner: Owner) -> Row:
 def _unit(policy: Policy, owner: Owner) -> Row:
     unit = owner.unit
     assert unit
-    if unit.active_state in ("active", "activating", "reloading", "refreshing", "maintenance"):
+    if unit.up:
         return Action.REFUSE, f"belongs to {unit.name}, which is {unit.active_state}", f"systemctl stop {unit.name}"
     if unit.active_state == "deactivating":
         reason = f"belongs to {unit.name}, which is deactivating (TimeoutStopSec={unit.timeout_stop or 'unknown'})"
         return Action.WAIT, reason, f"wait for {unit.name} to stop, or systemctl kill --signal=SIGKILL {unit.name}"
     if unit.active_state not in ("inactive", "failed"):
         return Action.REFUSE, f"belongs to {unit.name}, whose state {unit.active_state} is not known here", _LOOK
+    state = "has failed" if unit.active_state == "failed" else "is inactive"
     doubt = _doubt(owner, unit)
     if doubt and not policy.dedicated:
-        return Action.REFUSE, f"was left behind by {unit.name}, which is {unit.active_state}, but {doubt}", _DEDICATED
-    return Action.KILL, f"was left behind by {unit.name}, which is {unit.active_state}", ""
+        return Action.REFUSE, f"was left behind by {unit.name}, which {state}, but {doubt}", _DEDICATED
+    return Action.KILL, f"was left behind by {unit.name}, which {state}", ""
 
 
 def _doubt(owner: Owner, unit: Unit) -> str:

@@ -36,7 +36,8 @@ def look(
 
 def clean(
     policy: Policy, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float, protected_until: float
-) -> None:
+) -> bool:
+    """End what is stale and wait until everything is clean; whether that was proved. The ledger knows the rest."""
     history = judge.History()
     settled = False
     rounds = 0
@@ -45,14 +46,13 @@ def clean(
         survey, plan, history = look(surveyor, policy, history, ledger)
         now = clock()
         if plan.clean and (settled or not ledger.dirty):
-            ledger.note(proved=True)
-            return
+            return True
         if _over(plan, ledger, now, deadline=deadline, protected_until=protected_until):
-            return
-        if plan.evict and not plan.blocking:
+            return False
+        if plan.evict:
             rounds += 1
             if rounds > MOST_ROUNDS:
-                return
+                return False
             ledger.note(rounds=rounds)
             _evict(policy, survey, plan, surveyor, host, ledger, deadline=deadline)
             history = judge.ended(history, attributed=ledger.ended_attributed)
@@ -65,12 +65,12 @@ def clean(
 def _over(plan: Plan, ledger: Ledger, now: float, *, deadline: float, protected_until: float) -> bool:
     """Whether nothing more can come of this run."""
     unread = any(state.reading.memory is None for state in plan.gpus)
-    return unread or ledger.denied or now >= deadline or bool(plan.blocking and now >= protected_until)
+    return unread or ledger.denied or now >= deadline or bool(plan.refused and now >= protected_until)
 
 
 def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until: float) -> list[float]:
     """When something falls due before the next regular look."""
-    moments = [protected_until] if plan.blocking else []
+    moments = [protected_until] if plan.refused else []
     if plan.later:
         moments += [since + policy.deadline.term for since in history.unexplained_since.values()]
     return moments
@@ -106,7 +106,7 @@ def _drain(policy: Policy, plan: Plan, surveyor: Surveyor, host: Neighbours, led
         return readings
 
     def low(readings: Mapping[str, Reading]) -> bool:
-        somebody = plan.awaited or plan.blocking
+        somebody = plan.awaited or plan.refused
         return not somebody and all(judge.is_low(policy, state, readings[state.gpu.uuid]) for state in plan.gpus)
 
     with ledger.phase("drain"):

@@ -174,7 +174,28 @@ class Unit(NamedTuple):
     main_pid: int = 0
     condition_usec: int = 0
     timeout_stop: str = ""
-    result: str = ""
+    #: Seconds; None is no limit.
+    timeout_start: Optional[float] = None
+    notify_access: str = ""
+    #: Numbers, and signals without their SIG, that systemd takes for success.
+    success_statuses: frozenset[str] = frozenset()
+    invocation: str = ""
+
+    @property
+    def up(self) -> bool:
+        """Its processes are wanted, or are about to be."""
+        return self.active_state in ("active", "activating", "reloading", "refreshing", "maintenance")
+
+
+class Claim(NamedTuple):
+    """A GPU that a unit was just given, and may not have used yet. ``pid`` is the control process of the hook."""
+
+    gpu: str
+    unit: str
+    invocation: str
+    pid: int
+    #: The GPU that ``gpu`` is an instance of, if it is one.
+    parent: Optional[str] = None
 
 
 class OwnerKind(Enum):
@@ -247,6 +268,8 @@ class Survey(NamedTuple):
     pids_ours: bool = True
     #: PID 1, ourselves, our ancestors and our descendants: never to be signalled.
     kin: frozenset[int] = frozenset()
+    #: Claims of other units on the selected GPUs that hold, each with its unit as systemd describes it.
+    claims: tuple[tuple[Claim, Unit], ...] = ()
 
 
 # What is decided -----------------------------------------------------------------------------------------------------
@@ -299,10 +322,17 @@ class Plan(NamedTuple):
     suspects: tuple[Decision, ...]
     #: UUIDs of the GPUs on which no living holder explains more than may be used.
     unexplained: frozenset[str] = frozenset()
+    #: GPUs that another unit was given and may be about to use.
+    claims: tuple[tuple[Claim, Unit], ...] = ()
+
+    @property
+    def refused(self) -> bool:
+        """Somebody alive stands in the way."""
+        return bool(self.blocking or self.claims)
 
     @property
     def clean(self) -> bool:
-        return all(state.clean for state in self.gpus) and not (self.blocking or self.evict or self.awaited)
+        return all(state.clean for state in self.gpus) and not (self.refused or self.evict or self.awaited)
 
 
 class Fate(str, Enum):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Callable, NamedTuple
 
 from . import events
+from .host.locks import Claims, Locks
 from .host.nvml import Driver
 from .host.systemd import Systemd
 from .model import Wait
@@ -25,7 +26,11 @@ class Neighbours(NamedTuple):
     children: Callable[[], Iterable[int]]
     write: Callable[[events.Record], None]
     say_status: Callable[[str], object]
+    #: Asks systemd for so many seconds from now; False where it does not listen to us.
+    extend_timeout: Callable[[float], bool]
     environ: Mapping[str, str]
+    locks: Locks
+    claims: Claims
 
 
 def clock() -> float:

@@ -24,16 +24,20 @@ _PAST: Mapping[Outcome, str] = {
 
 def sentence(verdict: Verdict) -> str:
     """The verdict on one line: its word, its message, and at the end its first hint, which no long message cuts off."""
-    word = f"{verdict.outcome.value}: "
-    message = printable(verdict.message, 650).rstrip(". ")
-    hint = f"; {printable(verdict.hints[0], 300)}" if verdict.hints else ""
-    return (message if message.startswith(word) else word + message) + hint
+    return f"{verdict.outcome.value}: {_message(verdict)}"
+
+
+def _message(verdict: Verdict) -> str:
+    hint = f"; hint: {printable(verdict.hints[0], 300)}" if verdict.hints else ""
+    return printable(verdict.message, 650).rstrip(". ") + hint
 
 
 def status_line(verdict: Verdict, local_time: str) -> str:
     """The text of STATUS=, which stays in ``systemctl status`` for as long as the server lives."""
-    past = _PAST.get(verdict.outcome, "refused the start")
-    return f"At {printable(local_time, 40)} gpuprestart {past}: {sentence(verdict)}"
+    past = _PAST.get(verdict.outcome)
+    # What it did says the outcome already; of a refusal it is the first thing to know.
+    said = f"refused the start: {sentence(verdict)}" if past is None else f"{past}: {_message(verdict)}"
+    return f"At {printable(local_time, 40)} gpuprestart {said}"
 
 
 def held(holder: Holder) -> frozenset[str]:
@@ -51,13 +55,14 @@ def usage(state: GpuState) -> str:
 
 
 def who(decision: Decision, gpus: Sequence[GpuState]) -> str:
-    """The process and its owner, with what it has on these GPUs."""
-    holder, process = decision.holder, decision.holder.process
-    share = holder.bytes_on([state.gpu.uuid for state in gpus])
-    owner = holder.owner
-    name = owner.unit.name if owner.unit and owner.word.startswith("unit:") else owner.word
+    """The process, its user and what it has on these GPUs, and its owner unless the reason beside it names that."""
+    process = decision.holder.process
+    share = decision.holder.bytes_on([state.gpu.uuid for state in gpus])
     amount = "" if share is None else f", {mib(share)}"
-    return printable(f"{process} of {name} (user {process.user or process.uid}{amount})")
+    word = decision.holder.owner.word
+    named = all(name in decision.reason for name in word.split(":")[1:])
+    owner = "" if named else f" of {word.removeprefix('unit:')}"
+    return printable(f"{process}{owner} (user {process.user or process.uid}{amount})")
 
 
 # For programs --------------------------------------------------------------------------------------------------------

@@ -36,6 +36,16 @@ def first_match(policy: Policy, holder: Holder, *, now: float, infrastructure: b
     )
 
 
+def spare_unit(policy: Policy, unit: str) -> bool:
+    """Whether a rule that is about units and nothing else spares this one, and so lets us share a GPU with it."""
+    rule = policy.rule_for(lambda rule: rule.match == Match(unit=rule.match.unit) and _is_unit(rule.match, unit))
+    return rule is not None and rule.action is Action.SPARE
+
+
+def _is_unit(match: Match, unit: str) -> bool:
+    return match.unit is not None and fnmatchcase(unit, _suffixed(match.unit))
+
+
 def wanted(holder: Holder) -> bool:
     """Whether somebody alive may want the process: a unit that is not down, a session, a container or a job."""
     owner = holder.owner
@@ -55,7 +65,7 @@ def _differs(rule: Rule, holder: Holder, age: float) -> bool:
     match, process = rule.match, holder.process
     kind, _, name = holder.owner.word.partition(":")
     tests = (
-        match.unit is not None and not (kind == "unit" and fnmatchcase(name, _suffixed(match.unit))),
+        match.unit is not None and not (kind == "unit" and _is_unit(match, name)),
         match.session is not None and not (kind == "session" and fnmatchcase(name.partition(":")[0], match.session)),
         match.container is not None and not (kind == "container" and _is_container(name, match.container)),
         match.user is not None and str(match.user) not in (process.user, str(process.uid)),

@@ -33,6 +33,8 @@ class Story(NamedTuple):
     rounds: int = 0
     #: The GPUs were seen clean for as long as the policy asks.
     proved: bool = False
+    #: What would help besides what the findings say.
+    advice: tuple[str, ...] = ()
     refusal: Optional[Refusal] = None
     interrupted: str = ""
 

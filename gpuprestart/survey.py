@@ -10,12 +10,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Callable, NamedTuple, Optional
 
-from . import owners, text
+from . import claims, owners, text
 from .host import cgroupfs, procfs
-from .host.nvml import Driver
-from .host.systemd import Systemd, SystemdError
-from .model import Gpu, Holder, Inventory, Outcome, Owner, Process, Reading, Refusal, Survey, Wait
-from .neighbours import Ask
+from .host.systemd import SystemdError
+from .model import Claim, Gpu, Holder, Inventory, Outcome, Owner, Process, Reading, Refusal, Survey, Unit
+from .neighbours import Neighbours, clock
 
 #: A question that a wedged process or a dead name service never answers is given up after so many seconds.
 SLOW = 1.0
@@ -62,45 +61,39 @@ def tie(
 
 
 class Surveyor:
-    """Looks at the machine. ``ask`` puts a question of procfs.slow to a child and raises nothing: None is "unknown"."""
+    """Looks at the machine, and knows nothing of what it looks for but the GPUs and whose start it is."""
 
     def __init__(
         self,
+        host: Neighbours,
         *,
-        driver: Driver,
-        systemd: Systemd,
-        ask: Ask,
         inventory: Inventory,
         gpus: Sequence[Gpu],
         own: Optional[owners.Own],
-        children: Callable[[], Iterable[int]],
         pids_ours: bool,
         timeout: Callable[[], float],
-        clock: Callable[[], float],
-        wait: Wait,
+        foreign_claims: Callable[[], Sequence[Claim]],
+        keep_claims: bool,
     ) -> None:
-        self._driver = driver
-        self._systemd = systemd
-        self._ask = ask
+        self._host = host
         self._inventory = inventory
         self._gpus = tuple(gpus)
         self._own = own
-        self._children = children
         self._pids_ours = pids_ours
         self._timeout = timeout
-        self._clock = clock
-        self._wait = wait
+        self._foreign_claims = foreign_claims
+        self._keep_claims = keep_claims
         self._namespace = procfs.own_pid_namespace()
         self._users: dict[int, str] = {}
         self._uids: dict[str, int] = {}
 
     def sample(self) -> dict[str, Reading]:
         """The selected GPUs alone, for watching memory come back. Raises DriverError."""
-        return self._driver.sample(self._gpus, self._timeout())
+        return self._host.driver.sample(self._gpus, self._timeout())
 
     def look(self) -> Survey:
         """Everything. Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown."""
-        readings = self._driver.sample(self._inventory.gpus, self._timeout())
+        readings = self._host.driver.sample(self._inventory.gpus, self._timeout())
         kin = self._kin()
         devices = self._devices()
         swept = procfs.sweep(devices, self._others(kin))
@@ -124,7 +117,7 @@ class Surveyor:
             if uuid in ours and self._pids_ours and not reading.distrust
         }
         return Survey(
-            at=self._clock(),
+            at=clock(),
             gpus=self._gpus,
             readings=readings,
             holders=holders,
@@ -132,6 +125,7 @@ class Surveyor:
             unreadable=swept.unreadable,
             pids_ours=self._pids_ours,
             kin=kin,
+            claims=self._claims(),
         )
 
     def again(self, survey: Survey, holders: Iterable[Holder]) -> Survey:
@@ -149,6 +143,25 @@ class Surveyor:
         owned = self._owners(now)
         fresh = tuple(before[process.pid]._replace(process=process, owner=owned[process.pid]) for process in now)
         return survey._replace(holders=fresh, kin=self._kin())
+
+    def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
+        """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""
+        read = self._foreign_claims()
+        names = sorted({claim.unit for claim in read if claim.unit != claims.NOBODY})
+        try:
+            units = self._host.systemd.units(names)
+        except SystemdError:
+            units = {}
+        found = []
+        for claim in read:
+            unit = units.get(claim.unit)
+            if unit is None or claims.holds(claim, unit):
+                found.append(
+                    (claim, unit or Unit(claim.unit, "unknown", "in a state that systemd does not tell", "", ""))
+                )
+            elif not self._keep_claims:
+                self._host.claims.remove(claim.gpu)
+        return tuple(found)
 
     def _devices(self) -> dict[int, str]:
         """Device number -> UUID of the selected GPUs. The node bears the minor, which need not be NVML's index."""
@@ -171,13 +184,13 @@ class Surveyor:
         """Every process but our own kin, coming up for air now and then so that a signal does not wait for long."""
         for count, pid in enumerate(procfs.pids()):
             if count % 64 == 0:
-                self._wait((), 0)
+                self._host.wait((), 0)
             if pid not in kin:
                 yield pid
 
     def _kin(self) -> frozenset[int]:
         """PID 1, ourselves, our ancestors and children, and what our control process started beside us: a pipeline."""
-        kin = {1, *procfs.lineage(os.getpid()), *self._children()}
+        kin = {1, *procfs.lineage(os.getpid()), *self._host.children()}
         if self._own:
             control = self._own.unit.control_pid
             kin |= {pid for pid in self._unit_pids() if control in procfs.lineage(pid)}
@@ -192,17 +205,17 @@ class Surveyor:
         return [self._named(process) for process in found if process is not None]
 
     def _named(self, process: Process) -> Process:
-        words = self._ask(("cmdline", process.pid), SLOW)
+        words = self._host.ask(("cmdline", process.pid), SLOW)
         return process._replace(user=self._user(process.uid), cmdline=None if words is None else text.redacted(words))
 
     def _user(self, uid: int) -> str:
         if uid not in self._users:
-            self._users[uid] = self._ask(("user", uid), SLOW) or str(uid)
+            self._users[uid] = self._host.ask(("user", uid), SLOW) or str(uid)
         return self._users[uid]
 
     def _uid(self, user: str) -> None:
         if user not in self._uids:
-            uid = int(user) if user.isdigit() else self._ask(("uid", user), SLOW)
+            uid = int(user) if user.isdigit() else self._host.ask(("uid", user), SLOW)
             if uid is not None:
                 self._uids[user] = uid
 
@@ -210,7 +223,7 @@ class Surveyor:
         """The owner of each process by PID, asked of systemd in one call for all of them."""
         wanted = sorted({name for process in processes for name in owners.candidates(process.cgroup)})
         try:
-            units = self._systemd.units(wanted)
+            units = self._host.systemd.units(wanted)
         except SystemdError as error:
             return {process.pid: owners.unanswered(str(error)) for process in processes}
         for unit in units.values():

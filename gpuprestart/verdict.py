@@ -20,12 +20,15 @@ def conclude(story: Story) -> Verdict:
     found.sort(key=lambda finding: _ORDER.index(finding.outcome))
     outcomes = tuple(dict.fromkeys(finding.outcome for finding in found))
     first = [finding for finding in found if finding.outcome is outcomes[0]]
+    hints = [hint for finding in found for hint in finding.hints]
+    if EXIT_STATUS[outcomes[0]]:
+        hints += story.advice
     return Verdict(
         outcomes=outcomes,
         exit=EXIT_STATUS[outcomes[0]],
         unit=story.unit,
         message="; ".join(finding.message for finding in first),
-        hints=tuple(dict.fromkeys(hint for finding in found for hint in finding.hints if hint)),
+        hints=tuple(dict.fromkeys(hint for hint in hints if hint)),
         time=story.time,
         run=story.run,
         boot_id=story.boot_id,

@@ -29,8 +29,14 @@ PROPERTIES = (
     "MainPID",
     "ConditionTimestampMonotonic",
     "TimeoutStopUSec",
-    "Result",
+    "TimeoutStartUSec",
+    "NotifyAccess",
+    "SuccessExitStatus",
+    "InvocationID",
 )
+
+#: Units of time as systemctl prints them (format_timespan in systemd's time-util.c), in seconds.
+_SPAN = {"y": 31557600, "month": 2629800, "w": 604800, "d": 86400, "h": 3600, "min": 60, "s": 1, "ms": 1e-3, "us": 1e-6}
 
 
 class SystemdError(Exception):
@@ -101,8 +107,28 @@ class Systemd:
         return parts[process.stdout.fileno()], parts[process.stderr.fileno()]
 
 
+def seconds(span: str) -> float | None:
+    """A time span as systemctl prints it, such as ``1min 30s``; None is no limit. Raises ValueError."""
+    if span == "infinity":
+        return None
+    total = 0.0
+    for word in span.split():
+        unit = word.lstrip("0123456789.")
+        try:
+            total += float(word[: len(word) - len(unit)]) * _SPAN[unit or "s"]
+        except KeyError:
+            raise ValueError(f"{span!r} is no time span") from None
+    return total
+
+
 def _pairs(block: str) -> dict[str, str]:
-    return {key: value for key, _, value in (line.partition("=") for line in block.split("\n")) if key}
+    """Properties by name. One that stands there several times, as EnvironmentFiles= does, has its values in lines."""
+    pairs: dict[str, str] = {}
+    for line in block.split("\n"):
+        key, equals, value = line.partition("=")
+        if equals:
+            pairs[key] = f"{pairs[key]}\n{value}" if key in pairs else value
+    return pairs
 
 
 def _unit(block: str) -> Unit:
@@ -121,7 +147,10 @@ def _unit(block: str) -> Unit:
             main_pid=int(said.get("MainPID", "0")),
             condition_usec=int(said.get("ConditionTimestampMonotonic", "0")),
             timeout_stop=said.get("TimeoutStopUSec", ""),
-            result=said.get("Result", ""),
+            timeout_start=seconds(said.get("TimeoutStartUSec", "infinity")),
+            notify_access=said.get("NotifyAccess", ""),
+            success_statuses=frozenset(said.get("SuccessExitStatus", "").split()),
+            invocation=said.get("InvocationID", ""),
         )
     except (KeyError, ValueError) as error:
         raise SystemdError(f"systemctl show gave an answer that cannot be read ({error})") from error

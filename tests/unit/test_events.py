@@ -134,7 +134,7 @@ def test_field_names_are_such_that_journald_takes_them() -> None:
 def test_holder_found_names_gpu_process_owner_amounts_and_reason() -> None:
     record = events.holder_found(CONTEXT, decision(), [state(), state(1)])
     assert record.message == (
-        "GPU 0 (1523 MiB used, limit 64 MiB): python3[4711] of old.service (user model, 1520 MiB)"
+        "GPU 0 (1523 MiB used, limit 64 MiB): python3[4711] (user model, 1520 MiB)"
         " was left behind by old.service, which is failed; it is to be ended"
     )
     assert record.priority == events.NOTICE
@@ -228,7 +228,7 @@ def test_an_owner_that_is_no_unit_is_named_by_its_word() -> None:
 def test_holder_signalled(name: str, priority: int) -> None:
     record = events.holder_signalled(CONTEXT, decision(), [state()], signal_name=name)
     assert record.fields["GPUPRESTART_SIGNAL"] == name and record.priority == priority
-    assert f": sent {name} to python3[4711] of old.service" in record.message
+    assert f": sent {name} to python3[4711] (user model, 1520 MiB)" in record.message
     assert record.message.endswith("which was left behind by old.service, which is failed")
 
 
@@ -238,12 +238,12 @@ def test_holder_signalled(name: str, priority: int) -> None:
         (Fate.EXITED, "exited on its own"),
         (Fate.TERMINATED, "by SIGTERM"),
         (Fate.KILLED, "by SIGKILL"),
-        (Fate.GONE, "gone"),
+        (Fate.GONE, "gone before it could be signalled"),
     ],
 )
 def test_holder_gone(fate: Fate, words: str) -> None:
     record = events.holder_gone(CONTEXT, decision(), [state()], fate=fate, seconds=2.04)
-    assert words in record.message and record.message.endswith(" after 2.0 s")
+    assert f"{words} after 2.04 s; it was left behind by old.service" in record.message
     assert record.fields["HOLDER_FATE"] == fate.value
 
 
@@ -255,7 +255,7 @@ def test_holder_survived_says_where_it_is_stuck() -> None:
 
 def test_memory_freed() -> None:
     record = samples()["memory-freed"]
-    assert record.message == "GPU 0: back from 1523 MiB to 3 MiB used, limit 64 MiB, after 45.0 s"
+    assert record.message == "GPU 0: memory is back 45.0 s into this run: 3 MiB used, limit 64 MiB, it was 1523 MiB"
     assert record.fields["GPU_USED_BYTES"] == str(3 * MIB)
     assert record.fields["GPU_USED_BEFORE_BYTES"] == str(1523 * MIB)
 
@@ -264,7 +264,7 @@ def test_gpu_verdict() -> None:
     clean = events.gpu_verdict(CONTEXT, state(used=3 * MIB))
     assert (clean.message, clean.priority) == ("GPU 0 is clean: 3 MiB used, limit 64 MiB", events.INFO)
     dirty = events.gpu_verdict(CONTEXT, state(fault="1523 MiB used, limit 64 MiB"))
-    message = "GPU 0 is not clean: 1523 MiB used, limit 64 MiB, 1523 MiB of it unattributed"
+    message = "GPU 0 is not clean: 1523 MiB used, limit 64 MiB, 1523 MiB of it held by nobody that is alive"
     assert (dirty.message, dirty.priority) == (message, events.WARNING)
     lost = events.gpu_verdict(CONTEXT, state(used=None, fault="cannot be measured: GPU is lost"))
     assert lost.message == "GPU 0 is not clean: use unknown: cannot be measured: GPU is lost"
@@ -279,7 +279,7 @@ def test_just_over_the_limit_reads_so() -> None:
 
 def test_verdict_ends_with_the_first_hint() -> None:
     record = events.verdict(verdict(Outcome.PROTECTED, Outcome.UNKNOWN))
-    assert record.message == "protected: GPU 3 is held; stop ollama.service"
+    assert record.message == "protected: GPU 3 is held; hint: stop ollama.service"
     assert record.fields["GPUPRESTART_OUTCOME"] == "protected"
     assert record.fields["GPUPRESTART_OUTCOMES"] == ("protected", "unknown")
     assert record.fields["GPUPRESTART_EXIT"] == "75"

@@ -86,11 +86,10 @@ def verdict(**fields: Any) -> Verdict:
 
 def test_sentence_is_the_word_the_message_and_the_first_hint() -> None:
     assert sentence(verdict()) == (
-        "protected: GPU 3 is held by ollama.service (ollama[812], 5120 MiB); systemctl stop ollama.service"
+        "protected: GPU 3 is held by ollama.service (ollama[812], 5120 MiB); hint: systemctl stop ollama.service"
     )
     assert sentence(verdict(hints=())).endswith("5120 MiB)")
-    assert sentence(verdict(message="Held.")).startswith("protected: Held; ")
-    assert sentence(verdict(message="protected: x", hints=())) == "protected: x"
+    assert sentence(verdict(message="Held.")).startswith("protected: Held; hint: ")
 
 
 @pytest.mark.case("D5")
@@ -104,8 +103,8 @@ def test_sentence_is_one_printable_line_that_a_long_message_cannot_rob_of_its_hi
     [
         (Outcome.PROTECTED, "At 14:03:22 gpuprestart refused the start: protected: GPU 3"),
         (Outcome.CONFIG, "At 14:03:22 gpuprestart refused the start: config: "),
-        (Outcome.CLEAN, "At 14:03:22 gpuprestart found the GPUs clean: clean: "),
-        (Outcome.CLEANED, "At 14:03:22 gpuprestart cleaned the GPUs: cleaned: "),
+        (Outcome.CLEAN, "At 14:03:22 gpuprestart found the GPUs clean: GPU 3"),
+        (Outcome.CLEANED, "At 14:03:22 gpuprestart cleaned the GPUs: GPU 3"),
         (Outcome.INTERRUPTED, "At 14:03:22 gpuprestart was interrupted: "),
         (Outcome.INTERNAL, "At 14:03:22 gpuprestart failed: "),
         (Outcome.BYPASSED, "At 14:03:22 gpuprestart let this start pass unproved: "),

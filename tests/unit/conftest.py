@@ -1,0 +1,37 @@
+"""No test may leave a child or a descriptor behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            # The one that listdir() itself had.
+            continue
+    return found
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/children", encoding="ascii") as file:
+            found.update(int(pid) for pid in file.read().split())
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    descriptors, children = _descriptors(), _children()
+    yield
+    left = _children() - children
+    opened = {number: path for number, path in _descriptors().items() if descriptors.get(number) != path}
+    assert not left, f"left these children behind: {left}"
+    assert not opened, f"left these descriptors open: {opened}"

@@ -1,0 +1,110 @@
+"""Waiting, and the two signals that cut it short: once, at once, and never in the middle of a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpuprestart.faults import Interrupted
+from gpuprestart.host.waiter import Waiter
+
+from .processes import PATIENCE
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+#: Sends a signal to its parent as soon as that sleeps.
+SENDER = """
+until grep -q '^State:.S' /proc/$PPID/status; do :; done
+kill -TERM $PPID
+"""
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    made = Waiter()
+    yield made
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        made.forget()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_those_that_are_ready_are_told(waiter: Waiter) -> None:
+    (quiet, other), (read, write) = os.pipe(), os.pipe()
+    try:
+        assert waiter([quiet, read], 0) == set()
+        os.write(write, b"x")
+        assert waiter([quiet, read], PATIENCE) == {read}
+        os.close(write)
+        os.read(read, 1)
+        # The end of a file is something to read as well.
+        assert waiter([quiet, read], PATIENCE) == {read}
+    finally:
+        for descriptor in (quiet, other, read):
+            os.close(descriptor)
+
+
+def test_the_time_is_waited_out_and_never_less(waiter: Waiter) -> None:
+    began = time.monotonic()
+    assert waiter((), 0.0214) == set()
+    assert 0.0214 <= time.monotonic() - began < PATIENCE
+    assert waiter((), -1.0) == set()
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.case("D3")
+def test_a_signal_that_came_before_the_wait_is_not_slept_through(waiter: Waiter, number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    began = time.monotonic()
+    with pytest.raises(Interrupted) as caught:
+        waiter((), PATIENCE)
+    assert caught.value.signal_name == number.name
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+@pytest.mark.case("D3")
+def test_a_signal_ends_the_wait_at_once(waiter: Waiter) -> None:
+    began = time.monotonic()
+    with subprocess.Popen(["/bin/sh", "-c", SENDER]), pytest.raises(Interrupted):
+        waiter((), PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2
+
+
+def test_only_the_first_signal_is_raised(waiter: Waiter) -> None:
+    """What comes after it would interrupt ending in good order."""
+    for number in NUMBERS:
+        os.kill(os.getpid(), number)
+    with pytest.raises(Interrupted):
+        waiter((), 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    read, write = os.pipe()
+    try:
+        os.write(write, b"x")
+        assert waiter([read], PATIENCE) == {read}
+        assert waiter((), 0) == set()
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_signal_changes_nothing_between_two_waits(waiter: Waiter) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert sum(range(1000)) == 499_500
+    with pytest.raises(Interrupted):
+        waiter((), 0)
+
+
+def test_a_child_gets_the_usual_signals_back(waiter: Waiter) -> None:
+    """SIGINT goes to the whole foreground group; the child leaves what it means to its parent."""
+    descriptors = len(os.listdir("/proc/self/fd"))
+    waiter.forget()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert signal.set_wakeup_fd(-1) == -1
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2
