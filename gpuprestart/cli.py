@@ -85,7 +85,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
 
     questions = Questions(lambda: Child(answer=procfs.slow, wait=wait, at_fork=wait.forget))
     journal = Journal(journal_stream=os.environ.get("JOURNAL_STREAM", ""))
-    if command.verb == "clean":
+    if command.journal:
         journal.open()
 
     def write(record: events.Record) -> None:

@@ -29,9 +29,11 @@ class Command(NamedTuple):
     verb: str
     options: Options = Options()
     json: bool = False
+    #: Records go to the journal: all of ``clean``, and the verdict of a ``check`` that asks for it.
+    journal: bool = False
 
 
-HOOK = Command(verb="clean")
+HOOK = Command(verb="clean", journal=True)
 STATUS = Command(verb="status", options=Options(gpus=("all",)))
 
 
@@ -44,7 +46,7 @@ def parse(arguments: Sequence[str]) -> Command:
         return STATUS
     gpus = tuple(given.gpus.split(",")) if given.gpus is not None else None
     options = Options(unit=given.unit, policy=given.policy, gpus=gpus, deadline=given.deadline)
-    return Command(verb=given.verb, options=options, json=given.json)
+    return Command(verb=given.verb, options=options, json=given.json, journal=given.verb == "clean" or given.journal)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,5 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--gpus", metavar="LIST", help="indices, UUIDs or PCI addresses, separated by commas")
         command.add_argument("--deadline", metavar="DURATION", help="for everything, such as 120s")
         command.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
+        if verb == "check":
+            command.add_argument("--journal", action="store_true", help="also write the verdict to the journal")
     verbs.add_parser("status", help="GPUs and their holders; also what no verb at all does")
     return parser

@@ -44,7 +44,7 @@ def against(story: Story) -> list[Finding]:
         return found
     if story.checking and plan.evict:
         return [*found, _to_be_cleaned(plan)]
-    found += [_dirty(story, plan, survey, state) for state in plan.gpus if not state.clean and state.reading.memory]
+    found += [_dirty(story, plan, survey, state) for state in plan.gpus if not state.clean and not state.unknown]
     if plan.clean and not story.proved and not found:
         found.append(_unsettled(story, plan))
     return found
@@ -76,11 +76,7 @@ def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
 
 def _unmeasured(plan: Plan) -> list[Finding]:
     hints = ("nvidia-smi and dmesg (Xid) tell more; a lost GPU needs a reset or a reboot",)
-    return [
-        Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", hints)
-        for state in plan.gpus
-        if state.reading.memory is None
-    ]
+    return [Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", hints) for state in plan.gpus if state.unknown]
 
 
 def _protected(plan: Plan) -> list[Finding]:
@@ -103,9 +99,9 @@ def _claimed(plan: Plan) -> list[Finding]:
         theirs = {uuid for claim, other in plan.claims if other == unit for uuid in (claim.gpu, claim.parent) if uuid}
         gpus = [state.gpu.index for state in plan.gpus if theirs & {state.gpu.uuid, state.gpu.parent}]
         plural = "s" if len(gpus) > 1 else ""
-        message = f"GPU{plural} {indices(gpus)} may soon be used by {unit.name}, which is {unit.active_state}"
+        message = f"GPU{plural} {indices(gpus)} had been proved clean for {unit.name}, which is {unit.active_state}"
         hints = (f"systemctl stop {unit.name}, or give each unit GPUs of its own",)
-        found.append(Finding(Outcome.PROTECTED, f"{message} and was given what was clean", hints))
+        found.append(Finding(Outcome.PROTECTED, f"{message} and may not have allocated yet", hints))
     return found
 
 
@@ -147,8 +143,7 @@ def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding
     """One GPU that is not clean, and nobody to be named for it who is still there."""
     gone = [decision for decision in story.seen if _had_memory_on(story, decision, state.gpu.uuid)]
     memory = state.reading.memory
-    assert memory is not None
-    if memory.used <= state.limit or plan.evict or gone:
+    if memory is None or memory.used <= state.limit or plan.evict or gone:
         return _not_freed(story, state, gone)
     return _unattributed(plan, survey, state)
 

@@ -17,7 +17,8 @@ from .commandline import Options
 from .faults import Interrupted
 from .host import cgroupfs, procfs
 from .host.locks import Denied
-from .host.nvml import DriverError, traces
+from .host.nvidia import traces
+from .host.nvml import DriverError
 from .ledger import Ledger
 from .model import Gpu, Inventory, Outcome, Refusal, Survey, Verdict
 from .neighbours import Neighbours, clock
@@ -97,7 +98,7 @@ class _Run:
         self._lineage = procfs.lineage(os.getpid())
 
     def straight_line(self) -> None:
-        certain = None if self._options.unit else settings.certain_unit(self._host.environ, self._cgroup, self._lineage)
+        certain = None if self._options.unit else settings.certain_unit(self._host.environ, self._cgroup)
         if certain is not None and self._quick_way(certain):
             return
         start = self._start()
@@ -161,7 +162,7 @@ class _Run:
     def _quick_way(self, unit: str) -> bool:
         """Whether one sample proves everything: nobody is listed or has claimed anything, all GPUs are under their
         limit, and our cgroup holds only our own tree. What is not certain here is left to the long way."""
-        control_pid = int(self._host.environ["SYSTEMD_EXEC_PID"])
+        control_pid = os.getpid()
         start = Start(unit=unit, environ=self._host.environ, policy=self._policy(unit), control_pid=control_pid)
         _, gpus = self._measure(start)
         unit_cgroup = self._cgroup[: self._cgroup.index(f"/{unit}") + len(f"/{unit}")]

@@ -12,8 +12,8 @@ from typing import Callable, NamedTuple
 
 from . import infrastructure, rules
 from .model import Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
-from .owners import carrier
-from .policy import Policy
+from .owners import carrier, over
+from .policy import Policy, Size
 from .text import amounts, mib
 
 
@@ -44,6 +44,8 @@ def ended(history: History, *, attributed: bool) -> History:
 def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
     """Whether a later reading of a GPU is within what it was last judged by."""
     memory = reading.memory
+    if reading.unified:
+        return state.clean
     if memory is None:
         return False
     return memory.used <= state.limit and memory.free >= policy.memory.min_free.of(memory.total)
@@ -52,7 +54,7 @@ def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
 def plan(policy: Policy, survey: Survey, history: History) -> Plan:
     """What should be done now. The same survey and history always give the same plan."""
     unexplained = frozenset(gpu.uuid for gpu in survey.gpus if _is_unexplained(policy, survey, gpu))
-    decided = [decide(policy, survey, holder) for holder in survey.holders]
+    decided = _with_shared_servers([decide(policy, survey, holder) for holder in survey.holders])
     placed = [(_role(policy, survey, history, each, unexplained), each) for each in decided]
     blocking = [each for role, each in placed if role is Role.BLOCKING] + _too_much_spared(policy, survey, decided)
     claims = tuple((claim, unit) for claim, unit in survey.claims if not rules.spare_unit(policy, claim.unit))
@@ -74,6 +76,26 @@ def plan(policy: Policy, survey: Survey, history: History) -> Plan:
         unexplained=unexplained,
         claims=claims,
     )
+
+
+def _with_shared_servers(decided: list[Decision]) -> list[Decision]:
+    """The same, but that no MPS client is ended while one that stays shares its server: a client that is killed can
+    take the server, and with it all others, down (NVIDIA's MPS guide, "Client early termination")."""
+    staying: set[str] = set()
+    for decision in decided:
+        if decision.action is not Action.KILL:
+            staying |= _mps(decision.holder)
+    reason = "is a client of an MPS server that somebody else uses too"
+    return [
+        decision._replace(action=Action.REFUSE, reason=f"{decision.reason}, but {reason}", hint="stop all its clients")
+        if decision.action is Action.KILL and _mps(decision.holder) & staying
+        else decision
+        for decision in decided
+    ]
+
+
+def _mps(holder: Holder) -> frozenset[str]:
+    return frozenset(uuid for uuid, kinds in holder.kinds.items() if "mps" in kinds)
 
 
 class Role(Enum):
@@ -102,7 +124,7 @@ def _role(policy: Policy, survey: Survey, history: History, decision: Decision, 
         return Role.EVICT
     # Whose memory NVML puts somewhere is no suspect for memory that it puts to nobody.
     where = (holder.opened | holder.mapped) & unexplained
-    if holder.listed or not where:
+    if holder.listed or not where or not holder.cuda:
         return Role.IDLE
     if action is not Action.KILL:
         return Role.SUSPECT
@@ -147,6 +169,8 @@ def _spared(gpu: Gpu, decisions: list[Decision]) -> list[Decision]:
 def _state(policy: Policy, survey: Survey, gpu: Gpu, decisions: list[Decision]) -> GpuState:
     reading = survey.readings[gpu.uuid]
     memory = reading.memory
+    if reading.unified:
+        return _unified_state(policy, survey, gpu, decisions)
     if memory is None:
         return GpuState(
             gpu=gpu, reading=reading, limit=0, unattributed=0, clean=False, fault=f"cannot be measured: {reading.fault}"
@@ -162,6 +186,23 @@ def _state(policy: Policy, survey: Survey, gpu: Gpu, decisions: list[Decision]) 
     return GpuState(
         gpu=gpu, reading=reading, limit=limit, unattributed=unexplained(survey, gpu), clean=not fault, fault=fault
     )
+
+
+def _unified_state(policy: Policy, survey: Survey, gpu: Gpu, decisions: list[Decision]) -> GpuState:
+    """A GPU that shares the machine's memory is clean when nobody is on it that is not spared."""
+    reading = survey.readings[gpu.uuid]
+    others = [each for each in decisions if gpu.uuid in each.holder.listed and each.action is not Action.SPARE]
+    fault = ""
+    if policy.memory.unified == "refuse":
+        fault = "shares the machine's memory and cannot say how much of it is used (memory.unified)"
+    elif policy.memory.min_free != Size(0):
+        fault = "shares the machine's memory, so memory.min_free cannot be proved"
+    elif reading.distrust or reading.unlisted or not survey.pids_ours:
+        why = reading.distrust or reading.unlisted or "NVML lists PIDs of another namespace (nvml.pids)"
+        fault = f"shares the machine's memory, and its holders cannot be told: {why}"
+    elif others:
+        return GpuState(gpu, reading, limit=0, unattributed=0, clean=False, fault="still in use", held=True)
+    return GpuState(gpu, reading, limit=0, unattributed=0, clean=not fault, fault=fault)
 
 
 def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) -> list[Decision]:
@@ -207,27 +248,30 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
 
 
 def _by_owner(policy: Policy, holder: Holder) -> Decision:
-    action, reason, hint = _ROWS[holder.owner.kind](policy, holder.owner)
+    action, reason, hint = _ROWS[holder.owner.kind](policy, holder)
     return Decision(holder=holder, action=action, reason=reason, hint=hint)
 
 
 Row = tuple[Action, str, str]
 
 
-def _own_previous(policy: Policy, owner: Owner) -> Row:
+def _own_previous(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     assert owner.unit
     if carrier(owner.unit.name):
         return Action.REFUSE, f"was left in {owner.unit.name}, whose processes are other people's work", _LOOK
     return Action.KILL, f"was left behind by an earlier run of {owner.unit.name}", ""
 
 
-def _own_current(policy: Policy, owner: Owner) -> Row:
+def _own_current(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     assert owner.unit
     hint = "an earlier ExecStartPre= started it: let it start after this check, or name it in a rule"
     return Action.REFUSE, f"began with the present start of {owner.unit.name}", hint
 
 
-def _unit(policy: Policy, owner: Owner) -> Row:
+def _unit(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     unit = owner.unit
     assert unit
     if unit.up:
@@ -257,53 +301,62 @@ def _doubt(owner: Owner, unit: Unit) -> str:
     return ""
 
 
-def _session(policy: Policy, owner: Owner) -> Row:
+def _session(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     _, session, user = owner.word.split(":", 2)
-    unit = owner.unit
-    if unit is not None and unit.active_state == "active" and unit.sub_state == "running":
-        return (
-            Action.REFUSE,
-            f"belongs to the login session {session} of {user}",
-            f"ask {user}, or loginctl terminate-session {session}",
-        )
+    if not over(owner):
+        if holder.graphics_only:
+            return Action.SPARE, f"only draws, in the login session {session} of {user}", ""
+        hint = f"ask {user}, or loginctl terminate-session {session}"
+        return Action.REFUSE, f"belongs to the login session {session} of {user}", hint
     reason = f"was left by the login session {session} of {user}, which is over"
+    if owner.doomed:
+        return Action.KILL, f"{reason} and whose processes logind is set to end (KillUserProcesses=)", ""
     if policy.dedicated:
         return Action.KILL, reason, ""
     return Action.REFUSE, f"{reason}, and may be meant to outlive it (nohup, tmux)", _DEDICATED
 
 
-def _user(policy: Policy, owner: Owner) -> Row:
-    return (
-        Action.REFUSE,
-        f"belongs to the user manager of {owner.user}",
-        f"ask {owner.user}, or systemctl --user stop it",
-    )
+def _user(policy: Policy, holder: Holder) -> Row:
+    user = holder.owner.user
+    if holder.graphics_only:
+        return Action.SPARE, f"only draws, for the user manager of {user}", ""
+    return Action.REFUSE, f"belongs to the user manager of {user}", f"ask {user}, or systemctl --user stop it"
 
 
-def _container(policy: Policy, owner: Owner) -> Row:
-    what = owner.word.partition(":")[2]
-    return Action.REFUSE, f"belongs to the container {what}", "stop that container"
+def _container(policy: Policy, holder: Holder) -> Row:
+    _, engine, name = holder.owner.word.split(":", 2)
+    return _run_by_another(holder.owner, f"the {engine} container {name}", f"stop the container {name}")
 
 
-def _slurm(policy: Policy, owner: Owner) -> Row:
-    job = owner.word.partition(":")[2]
-    return Action.REFUSE, f"belongs to the Slurm job {job}", f"scancel {job}"
+def _slurm(policy: Policy, holder: Holder) -> Row:
+    job = holder.owner.word.partition(":")[2]
+    return _run_by_another(holder.owner, f"the Slurm job {job}", f"scancel {job}")
 
 
-def _none(policy: Policy, owner: Owner) -> Row:
+def _run_by_another(owner: Owner, what: str, hint: str) -> Row:
+    """A container's or job's process is stale once nothing in its cgroup has a runtime above it any more."""
+    if owner.runtime or not owner.cgroup:
+        return Action.REFUSE, f"belongs to {what}, which {owner.runtime or 'something'} runs", hint
+    return Action.KILL, f"was left behind by {what}, which nothing runs any more", ""
+
+
+def _none(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     if policy.dedicated and owner.orphan:
         return Action.KILL, "belongs to no unit, session or container, and its parent is gone", ""
     return Action.REFUSE, "belongs to no unit, session or container", _DEDICATED if owner.orphan else _LOOK
 
 
-def _unknown(policy: Policy, owner: Owner) -> Row:
+def _unknown(policy: Policy, holder: Holder) -> Row:
+    owner = holder.owner
     return Action.REFUSE, f"has an owner that could not be established: {owner.doubt}", _LOOK
 
 
 _LOOK = "look at it with systemctl status PID, and end it yourself if it is stale"
 _DEDICATED = "end it yourself, or set owners.dedicated = true if nobody else may use this machine's GPUs"
 
-_ROWS: Mapping[OwnerKind, Callable[[Policy, Owner], Row]] = {
+_ROWS: Mapping[OwnerKind, Callable[[Policy, Holder], Row]] = {
     OwnerKind.OWN_PREVIOUS: _own_previous,
     OwnerKind.OWN_CURRENT: _own_current,
     OwnerKind.UNIT: _unit,

@@ -64,7 +64,7 @@ def clean(
 
 def _over(plan: Plan, ledger: Ledger, now: float, *, deadline: float, protected_until: float) -> bool:
     """Whether nothing more can come of this run."""
-    unread = any(state.reading.memory is None for state in plan.gpus)
+    unread = any(state.unknown for state in plan.gpus)
     return unread or ledger.denied or now >= deadline or bool(plan.refused and now >= protected_until)
 
 

@@ -79,11 +79,14 @@ class Gpu(NamedTuple):
     name: str = ""
     pci: str = ""
     minor: Optional[int] = None
+    #: For an instance of MIG: its GPU's UUID, and the numbers of its GPU instance and compute instance.
     parent: Optional[str] = None
+    gi: Optional[int] = None
+    ci: Optional[int] = None
     fault: Optional[str] = None
 
     def __str__(self) -> str:
-        return f"GPU {self.index}"
+        return f"GPU {self.index}" if self.parent is None else f"GPU {self.index} instance {self.gi}/{self.ci}"
 
 
 class Inventory(NamedTuple):
@@ -116,6 +119,7 @@ class Reading(NamedTuple):
     """One sample of one GPU: its memory and its list, or the reason why there is none.
 
     ``distrust`` says why ``listed`` may not be believed; ``unlisted`` says why the driver gave no list at all.
+    ``unified`` is a GPU that shares the memory of the machine and cannot say how much of it is in use.
     """
 
     uuid: str
@@ -124,6 +128,7 @@ class Reading(NamedTuple):
     listed: tuple[Listed, ...] = ()
     distrust: Optional[str] = None
     unlisted: Optional[str] = None
+    unified: bool = False
 
 
 # What /proc and systemd say ------------------------------------------------------------------------------------------
@@ -221,6 +226,11 @@ class Owner(NamedTuple):
     as_unit_user: bool = False
     #: For NONE: init has adopted the process, so whoever started it is gone.
     orphan: bool = False
+    #: For a container or a job: the cgroup that bears its id, and what runs it, if that is still there.
+    cgroup: str = ""
+    runtime: str = ""
+    #: For a session that is over: logind is set to end what it left (KillUserProcesses=).
+    doomed: bool = False
     #: For UNKNOWN: what could not be established.
     doubt: str = ""
 
@@ -237,6 +247,14 @@ class Holder(NamedTuple):
     listed: Mapping[str, Optional[int]] = {}
     opened: frozenset[str] = frozenset()
     mapped: frozenset[str] = frozenset()
+    #: In which of NVML's lists it is, by UUID: compute, graphics, mps.
+    kinds: Mapping[str, frozenset[str]] = {}
+    #: It has everything open that CUDA opens, which a mere client of NVML has not.
+    cuda: bool = True
+
+    @property
+    def graphics_only(self) -> bool:
+        return bool(self.kinds) and all(kinds == {"graphics"} for kinds in self.kinds.values())
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -303,6 +321,13 @@ class GpuState(NamedTuple):
     clean: bool
     #: Why it is not clean, as a clause; empty where it is.
     fault: str = ""
+    #: It shares the machine's memory and is judged by its holders, of which there still are some.
+    held: bool = False
+
+    @property
+    def unknown(self) -> bool:
+        """Nothing can be proved of it, now or by waiting."""
+        return self.reading.memory is None and not (self.clean or self.held)
 
 
 class Plan(NamedTuple):

@@ -7,7 +7,7 @@ name one after somebody else's unit; only a unit whose own ControlGroup= lies on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, Optional
 
@@ -32,16 +32,21 @@ _USER_SLICE = re.compile(r"^/user\.slice/user-([0-9]{1,10})\.slice/")
 
 #: How container engines and Slurm name the cgroups that they make; the first group is the id.
 _CONTAINERS = (
-    ("docker", re.compile(r"/docker-([0-9a-f]{12,64})\.scope")),
-    ("docker", re.compile(r"/docker/([0-9a-f]{64})")),
-    ("podman", re.compile(r"/libpod-([0-9a-f]{12,64})")),
-    ("cri-containerd", re.compile(r"/cri-containerd-([0-9a-f]{12,64})")),
-    ("crio", re.compile(r"/crio-([0-9a-f]{12,64})")),
-    ("kubernetes", re.compile(r"/kubepods[^/]*/.*?([0-9a-f]{64})")),
-    ("lxc", re.compile(r"/lxc(?:\.payload)?[./]([^/]+)")),
-    ("nspawn", re.compile(r"/machine\.slice/(?:machine-|systemd-nspawn@)([^/]+?)\.(?:scope|service)")),
+    ("docker", re.compile(r"/docker-([0-9a-f]{12,64})\.scope(?=/|$)")),
+    ("docker", re.compile(r"/docker/([0-9a-f]{64})(?=/|$)")),
+    ("podman", re.compile(r"/libpod-(?:payload-)?([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
+    ("cri-containerd", re.compile(r"/cri-containerd-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
+    ("crio", re.compile(r"/crio-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
+    ("kubernetes", re.compile(r"/kubepods[^/]*/(?:.*/)?([0-9a-f]{64})(?=/|$)")),
+    ("lxc", re.compile(r"/lxc(?:\.payload\.|/)([^/]+)(?=/|$)")),
+    ("nspawn", re.compile(r"/machine\.slice/(?:machine-|systemd-nspawn@)([^/]+?)\.(?:scope|service)(?=/|$)")),
 )
-_SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/.*?job_?([0-9]+)")
+#: What runs containers and jobs, as ``comm[pid]``: a comm is cut at 15 bytes.
+RUNTIMES = (
+    "containerd-shim*", "conmon*", "lxc-start*", "lxc-execute*", "?lxc monitor*", "systemd-nspawn*", "slurmstepd*",
+)  # fmt: skip
+
+_SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/(?:.*/)?job_?([0-9]+)(?=/|$)")
 
 
 class Own(NamedTuple):
@@ -90,19 +95,28 @@ class Names(NamedTuple):
     uids: Mapping[str, int]
 
 
-def owner_of(process: Process, *, units: Mapping[str, Unit], names: Names, own: Optional[Own], namespace: int) -> Owner:
-    """Who owns the process; ``namespace`` is the inode of our own PID namespace."""
+def owner_of(
+    process: Process,
+    *,
+    units: Mapping[str, Unit],
+    names: Names,
+    own: Optional[Own],
+    namespace: int,
+    above: Sequence[str] = (),
+) -> Owner:
+    """Who owns the process. ``namespace`` is the inode of our own PID namespace, ``above`` are the names of the process
+    and its ancestors, nearest first."""
     cgroup = process.cgroup
     if not cgroup.startswith("/") or ".." in cgroup.split("/"):
         return _unknown(f"its cgroup {cgroup} lies outside what can be seen from here")
-    container = _container(cgroup)
-    if container is not None:
-        return container
-    if process.pid_namespace not in (0, namespace):
-        return Owner(kind=OwnerKind.CONTAINER, word=f"container:pidns:{process.pid_namespace}", user=process.user)
     if own is not None and below(cgroup, own.unit.control_group):
         kind = OwnerKind.OWN_PREVIOUS if own.predates(process) else OwnerKind.OWN_CURRENT
         return Owner(kind=kind, word=f"unit:{own.unit.name}", unit=own.unit, user=process.user)
+    if not process.pid_namespace:
+        return _unknown("its PID namespace may not be read")
+    container = _container(process, namespace, runtime(above[1:]))
+    if container is not None:
+        return container
     unit = unit_of(cgroup, units)
     session = _session(cgroup, unit, names)
     if session is not None:
@@ -132,15 +146,51 @@ def unanswered(reason: str) -> Owner:
     return _unknown(f"systemd could not be asked who owns it ({reason})")
 
 
-def _container(cgroup: str) -> Optional[Owner]:
+def runtime(above: Sequence[str]) -> str:
+    """The container's or job's runtime among these names, or empty. A name alone never ends a process, it only saves
+    one, so a name is enough."""
+    return next((name for name in above if any(fnmatchcase(name, pattern) for pattern in RUNTIMES)), "")
+
+
+def _container(process: Process, namespace: int, above: str) -> Optional[Owner]:
+    """A container or a job, by its cgroup, its PID namespace or what runs above it. Only where the cgroup bears an id,
+    and the namespace is ours, can it be told whether anything still runs it."""
+    foreign = process.pid_namespace != namespace
+    found = _named_container(process.cgroup)
+    if found is not None:
+        return found._replace(cgroup="", runtime="its own PID namespace") if foreign else found
+    if foreign:
+        word = f"container:pidns:{process.pid_namespace}"
+        return Owner(kind=OwnerKind.CONTAINER, word=word, user=process.user, runtime="its own PID namespace")
+    if above.startswith("slurmstepd"):
+        return Owner(kind=OwnerKind.SLURM, word="slurm:unknown", user=process.user, runtime=above)
+    if above:
+        word = f"container:{above.rpartition('[')[0]}:unknown"
+        return Owner(kind=OwnerKind.CONTAINER, word=word, user=process.user, runtime=above)
+    return None
+
+
+def _named_container(cgroup: str) -> Optional[Owner]:
     job = _SLURM.search(cgroup)
     if job:
-        return Owner(kind=OwnerKind.SLURM, word=f"slurm:{job[1]}")
-    for runtime, pattern in _CONTAINERS:
+        return Owner(kind=OwnerKind.SLURM, word=f"slurm:{job[1]}", cgroup=cgroup[: job.end()])
+    for engine, pattern in _CONTAINERS:
         found = pattern.search(cgroup)
         if found:
-            return Owner(kind=OwnerKind.CONTAINER, word=f"container:{runtime}:{found[1]}")
+            word = f"container:{engine}:{found[1]}"
+            return Owner(kind=OwnerKind.CONTAINER, word=word, cgroup=cgroup[: found.end()])
     return None
+
+
+def over(owner: Owner) -> bool:
+    """Whether a login session is over: its scope is abandoned, or gone while processes are left in its cgroup."""
+    return owner.unit is None or owner.unit.active_state != "active" or owner.unit.sub_state == "abandoned"
+
+
+def doomed(user: str, kill: bool, only: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Whether logind ends what a user's sessions leave (logind.conf(5): KillUserProcesses=, KillOnlyUsers=,
+    KillExcludeUsers=, which wins)."""
+    return kill and user not in exclude and (not only or user in only)
 
 
 def slice_uid(cgroup: str) -> Optional[int]:

@@ -49,7 +49,7 @@ def usage(state: GpuState) -> str:
     """What is used against the limit."""
     memory = state.reading.memory
     if memory is None:
-        return "use unknown"
+        return "judged by its holders" if state.reading.unified else "use unknown"
     used, limit = amounts(memory.used, state.limit)
     return f"{used} used, limit {limit}"
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Optional
 
 from .model import Action, Decision, Holder, OwnerKind
+from .owners import over
 from .policy import Match, Policy, Rule
 
 
@@ -52,7 +53,9 @@ def wanted(holder: Holder) -> bool:
     if owner.kind is OwnerKind.UNIT and owner.unit is not None:
         return owner.unit.active_state not in ("inactive", "failed")
     if owner.kind is OwnerKind.SESSION:
-        return owner.unit is not None and owner.unit.sub_state != "abandoned"
+        return not over(owner)
+    if owner.kind in (OwnerKind.CONTAINER, OwnerKind.SLURM):
+        return bool(owner.runtime) or not owner.cgroup
     return owner.kind not in (OwnerKind.NONE, OwnerKind.OWN_PREVIOUS)
 
 

@@ -68,17 +68,16 @@ def _layer(path: str, *, overlay: bool) -> Layer:
 # The unit ------------------------------------------------------------------------------------------------------------
 
 
-def certain_unit(environ: Mapping[str, str], cgroup: str, lineage: Sequence[int]) -> Optional[str]:
+def certain_unit(environ: Mapping[str, str], cgroup: str) -> Optional[str]:
     """The unit whose control process we certainly are, without asking anybody; None where that is not certain.
 
-    SYSTEMD_EXEC_PID is what systemd executed: ourselves, or the shell around us. In a cron job or a login it may be
-    inherited from the daemon, whose unit then carries other people's processes.
+    SYSTEMD_EXEC_PID is what systemd executed. Where that is an ancestor of ours it may be the shell around us in the
+    unit's own line, but just as well a daemon whose job we are: then systemd is asked.
     """
     named = owners.candidates(cgroup)
-    executed = environ.get("SYSTEMD_EXEC_PID", "")
     if len(named) != 1 or not named[0].endswith(".service") or owners.carrier(named[0]):
         return None
-    return named[0] if executed.isdigit() and int(executed) in lineage else None
+    return named[0] if environ.get("SYSTEMD_EXEC_PID") == str(os.getpid()) else None
 
 
 def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[owners.Own]:

@@ -1,63 +1,24 @@
 """NVML and /proc -> Survey: the machine at one moment.
 
-The join of what NVML lists with what /proc shows is a pure function, ``tie``; ``Surveyor`` makes the calls around it.
-Nothing is judged here: a survey says who may hold a GPU and who owns them, not what should become of them.
+It makes the calls, and ties.py joins what they bring. Nothing is judged here: a survey says who may hold a GPU and who
+owns them, not what should become of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Iterable, Sequence
+from typing import Callable, Optional
 
-from . import claims, owners, text
-from .host import cgroupfs, procfs
+from . import claims, owners, ties
+from .host import cgroupfs, nvidia, procfs
 from .host.systemd import SystemdError
-from .model import Claim, Gpu, Holder, Inventory, Outcome, Owner, Process, Reading, Refusal, Survey, Unit
+from .model import Claim, Gpu, Holder, Inventory, Outcome, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
+from .registry import SLOW, Registry
 
-#: A question that a wedged process or a dead name service never answers is given up after so many seconds.
-SLOW = 1.0
-
-
-class Ties(NamedTuple):
-    """Who is tied to the selected GPUs, by PID: where NVML lists it, and which nodes it has open."""
-
-    listed: Mapping[int, Mapping[str, Optional[int]]]
-    opened: Mapping[int, frozenset[str]]
-
-    @property
-    def pids(self) -> frozenset[int]:
-        return frozenset(self.listed) | frozenset(self.opened)
-
-
-def tie(
-    gpus: Sequence[Gpu],
-    readings: Mapping[str, Reading],
-    opened: Mapping[int, frozenset[int]],
-    devices: Mapping[int, str],
-    pids_ours: bool,
-) -> Ties:
-    """Join NVML's lists with the open nodes. ``opened`` has device numbers by PID, ``devices`` the GPU of each number.
-
-    A process that NVML lists on other GPUs only is no holder of ours, whatever it has open, because CUDA opens every
-    node that it can see. A list that is not to be believed, or that is of another PID namespace, clears nobody.
-    """
-    listed: dict[int, dict[str, Optional[int]]] = {}
-    for uuid, reading in readings.items():
-        if pids_ours and not reading.distrust:
-            for entry in reading.listed:
-                listed.setdefault(entry.pid, {})[uuid] = entry.bytes
-    ours = {gpu.uuid for gpu in gpus}
-    elsewhere = {pid for pid, where in listed.items() if not ours & set(where)}
-    return Ties(
-        listed={pid: where for pid, where in listed.items() if pid not in elsewhere},
-        opened={
-            pid: frozenset(devices[number] for number in numbers)
-            for pid, numbers in opened.items()
-            if pid not in elsewhere
-        },
-    )
+#: So many processes are asked for their maps at once.
+BATCH = 128
 
 
 class Surveyor:
@@ -83,9 +44,7 @@ class Surveyor:
         self._timeout = timeout
         self._foreign_claims = foreign_claims
         self._keep_claims = keep_claims
-        self._namespace = procfs.own_pid_namespace()
-        self._users: dict[int, str] = {}
-        self._uids: dict[str, int] = {}
+        self._registry = Registry(host, own)
 
     def sample(self) -> dict[str, Reading]:
         """The selected GPUs alone, for watching memory come back. Raises DriverError."""
@@ -95,34 +54,26 @@ class Surveyor:
         """Everything. Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown."""
         readings = self._host.driver.sample(self._inventory.gpus, self._timeout())
         kin = self._kin()
-        devices = self._devices()
-        swept = procfs.sweep(devices, self._others(kin))
-        ties = tie(self._gpus, readings, swept.opened, devices, self._pids_ours)
-        processes = self._read(ties.pids | self._unit_pids())
-        owned = self._owners(processes)
+        # Before anything is asked, because the child that answers is started then, in our cgroup.
+        beside = self._unit_pids() - kin
+        nodes = self._nodes()
+        others = [pid for pid in procfs.pids() if pid not in kin]
+        swept = procfs.sweep(nodes.all, self._breathing(others))
+        mapped, blind = self._mapped(nodes.all, others)
+        found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
+        processes = self._registry.processes(found.keys() | beside)
+        owned = self._registry.owners_of(processes)
         holders = tuple(
-            Holder(
-                process=process,
-                owner=owned[process.pid],
-                listed=ties.listed.get(process.pid, {}),
-                opened=ties.opened.get(process.pid, frozenset()),
-            )
-            for process in processes
+            Holder(process, owned[process.pid], **found.get(process.pid, ties.Tie())._asdict()) for process in processes
         )
-        alive = {process.pid for process in processes}
-        ours = {gpu.uuid for gpu in self._gpus}
-        dead = {
-            uuid: tuple(entry.pid for entry in reading.listed if entry.pid not in alive)
-            for uuid, reading in readings.items()
-            if uuid in ours and self._pids_ours and not reading.distrust
-        }
+        alive = frozenset(process.pid for process in processes)
         return Survey(
             at=clock(),
             gpus=self._gpus,
             readings=readings,
             holders=holders,
-            dead={uuid: pids for uuid, pids in dead.items() if pids},
-            unreadable=swept.unreadable,
+            dead=ties.dead(self._gpus, readings, alive, pids_ours=self._pids_ours),
+            unreadable=tuple(sorted({*swept.unreadable, *blind})),
             pids_ours=self._pids_ours,
             kin=kin,
             claims=self._claims(),
@@ -136,11 +87,11 @@ class Surveyor:
         before = {holder.process.pid: holder for holder in holders}
         now = [
             process
-            for process in self._read(before)
+            for process in self._registry.processes(before)
             if process.identity == before[process.pid].process.identity
             and process.cgroup == before[process.pid].process.cgroup
         ]
-        owned = self._owners(now)
+        owned = self._registry.owners_of(now)
         fresh = tuple(before[process.pid]._replace(process=process, owner=owned[process.pid]) for process in now)
         return survey._replace(holders=fresh, kin=self._kin())
 
@@ -163,30 +114,50 @@ class Surveyor:
                 self._host.claims.remove(claim.gpu)
         return tuple(found)
 
-    def _devices(self) -> dict[int, str]:
-        """Device number -> UUID of the selected GPUs. The node bears the minor, which need not be NVML's index."""
-        devices = {}
-        for gpu in self._gpus:
-            if gpu.fault:
-                continue
-            path = f"/dev/nvidia{gpu.minor}"
-            number = procfs.device_number(path)
+    def _nodes(self) -> ties.Nodes:
+        """The device numbers that tell who has which selected GPU."""
+        needed = {gpu.uuid: self._numbers(gpu) for gpu in self._gpus if not gpu.fault}
+        return ties.Nodes(gpus=needed, uvm=procfs.device_number("/dev/nvidia-uvm"))
+
+    def _numbers(self, gpu: Gpu) -> frozenset[int]:
+        """The node of a GPU bears its minor, which need not be NVML's index; an instance has a capability node too."""
+        paths = [f"/dev/nvidia{gpu.minor}"]
+        if gpu.gi is not None:
+            paths.append(nvidia.capability(gpu.minor, gpu.gi))
+        numbers = {path: procfs.device_number(path) for path in paths}
+        for path, number in numbers.items():
             if number is None:
                 raise Refusal(
                     Outcome.UNKNOWN,
                     f"{path} of {gpu} is not there, so it cannot be told who has it open",
-                    ["nvidia-modprobe -c MINOR makes the node; a container must be given it"],
+                    ["nvidia-modprobe makes the nodes; a container must be given them"],
                 )
-            devices[number] = gpu.uuid
-        return devices
+        return frozenset(number for number in numbers.values() if number is not None)
 
-    def _others(self, kin: frozenset[int]) -> Iterable[int]:
-        """Every process but our own kin, coming up for air now and then so that a signal does not wait for long."""
-        for count, pid in enumerate(procfs.pids()):
+    def _breathing(self, pids: Iterable[int]) -> Iterable[int]:
+        """The same, coming up for air now and then so that a signal does not wait for long."""
+        for count, pid in enumerate(pids):
             if count % 64 == 0:
                 self._host.wait((), 0)
-            if pid not in kin:
-                yield pid
+            yield pid
+
+    def _mapped(self, devices: frozenset[int], pids: Sequence[int]) -> tuple[dict[int, frozenset[int]], list[int]]:
+        """Who has these devices mapped, and who could not be asked. Reading maps can hang, so a child does it; where
+        a batch is not answered, its members are asked one by one."""
+        mapped: dict[int, frozenset[int]] = {}
+        blind: list[int] = []
+        batches = [pids[start : start + BATCH] for start in range(0, len(pids), BATCH)]
+        while batches:
+            batch = batches.pop(0)
+            answer = self._host.ask(("maps", (list(batch), sorted(devices))), SLOW)
+            if answer is None and len(batch) > 1:
+                batches[:0] = [[pid] for pid in batch]
+            elif answer is None:
+                blind += batch
+            else:
+                mapped.update({pid: frozenset(numbers) for pid, numbers in answer.items() if numbers})
+                blind += [pid for pid, numbers in answer.items() if numbers is None]
+        return mapped, blind
 
     def _kin(self) -> frozenset[int]:
         """PID 1, ourselves, our ancestors and children, and what our control process started beside us: a pipeline."""
@@ -198,43 +169,3 @@ class Surveyor:
 
     def _unit_pids(self) -> frozenset[int]:
         return frozenset(cgroupfs.pids(self._own.unit.control_group)) if self._own else frozenset()
-
-    def _read(self, pids: Iterable[int]) -> list[Process]:
-        """These processes in PID order, those that are gone left out."""
-        found = (procfs.read(pid) for pid in sorted(pids))
-        return [self._named(process) for process in found if process is not None]
-
-    def _named(self, process: Process) -> Process:
-        words = self._host.ask(("cmdline", process.pid), SLOW)
-        return process._replace(user=self._user(process.uid), cmdline=None if words is None else text.redacted(words))
-
-    def _user(self, uid: int) -> str:
-        if uid not in self._users:
-            self._users[uid] = self._host.ask(("user", uid), SLOW) or str(uid)
-        return self._users[uid]
-
-    def _uid(self, user: str) -> None:
-        if user not in self._uids:
-            uid = int(user) if user.isdigit() else self._host.ask(("uid", user), SLOW)
-            if uid is not None:
-                self._uids[user] = uid
-
-    def _owners(self, processes: Sequence[Process]) -> dict[int, Owner]:
-        """The owner of each process by PID, asked of systemd in one call for all of them."""
-        wanted = sorted({name for process in processes for name in owners.candidates(process.cgroup)})
-        try:
-            units = self._host.systemd.units(wanted)
-        except SystemdError as error:
-            return {process.pid: owners.unanswered(str(error)) for process in processes}
-        for unit in units.values():
-            if unit.user:
-                self._uid(unit.user)
-        for process in processes:
-            uid = owners.slice_uid(process.cgroup)
-            if uid is not None:
-                self._user(uid)
-        names = owners.Names(users=self._users, uids=self._uids)
-        return {
-            process.pid: owners.owner_of(process, units=units, names=names, own=self._own, namespace=self._namespace)
-            for process in processes
-        }

@@ -23,8 +23,8 @@ class Teller:
 
     def tell(self, command: Command, verdict: Verdict) -> int:
         """Say it, and return the exit status."""
-        if command.verb == "clean":
-            self._record(verdict)
+        if command.journal:
+            self._record(verdict, whole=command.verb == "clean")
         if command.json:
             booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
             self._print(report.as_json(verdict, booted=booted) + "\n")
@@ -34,13 +34,15 @@ class Teller:
             return self._status(verdict)
         return verdict.exit
 
-    def _record(self, verdict: Verdict) -> None:
-        """Last in the journal, so that what limits the journal's rate cannot have used it up before."""
-        if verdict.outcome not in (Outcome.CLEAN, Outcome.NONE):
+    def _record(self, verdict: Verdict, *, whole: bool) -> None:
+        """The verdict is the last record, as dashboards expect; an audit writes no other and sets no STATUS=."""
+        if whole and verdict.outcome not in (Outcome.CLEAN, Outcome.NONE):
             for state in verdict.gpus:
                 self._send(events.gpu_verdict(events.Context(unit=verdict.unit, run=verdict.run), state))
         record = events.verdict(verdict)
         self._send(record)
+        if not whole:
+            return
         self._journal.say(record.message, record.priority)
         ended = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(verdict.time + verdict.duration))
         self._notify(report.status_line(verdict, ended))
@@ -52,7 +54,7 @@ class Teller:
         """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""
         if verdict.gpus:
             self._print(report.overview(verdict.gpus, verdict.decisions))
-            if all(state.reading.memory for state in verdict.gpus):
+            if not any(state.unknown for state in verdict.gpus):
                 return 0
         else:
             print(report.sentence(verdict), file=self._err)

@@ -10,13 +10,19 @@ import os
 from typing import Any, Callable
 
 #: NVML's error codes that are told apart here (nvml.h, nvmlReturn_t).
+INVALID_ARGUMENT = 2
 NOT_SUPPORTED = 3
+NOT_FOUND = 6
 FUNCTION_NOT_FOUND = 13
 ARGUMENT_VERSION_MISMATCH = 25
 UNKNOWN = 999
 
 #: nvmlDeviceGetMemoryInfo_v2 is not there before R510; these are the ways in which the driver says so.
 NO_V2 = (NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, UNKNOWN)
+
+
+#: Names of GPUs that share the memory of the machine: DGX Spark and the Jetsons.
+INTEGRATED = ("GB10", "Orin", "Thor", "Xavier", "Tegra")
 
 
 class Library:
@@ -39,12 +45,14 @@ class Library:
     def _init(self) -> dict[str, Any]:
         self._nvml = self._load()
         self._nvml.nvmlInit()
-        gpus = [self._describe(index) for index in range(self._nvml.nvmlDeviceGetCount())]
+        gpus = [gpu for index in range(self._nvml.nvmlDeviceGetCount()) for gpu in self._describe(index)]
         return {"driver": self._nvml.nvmlSystemGetDriverVersion(), "path": _path(self._nvml), "gpus": gpus}
 
-    def _describe(self, index: int) -> dict[str, Any]:
+    def _describe(self, index: int) -> list[dict[str, Any]]:
+        """The GPU with this index, and behind it its MIG instances; a lost GPU has a fault and what could be learnt."""
         nvml = self._nvml
-        gpu: dict[str, Any] = {"index": index, "uuid": "", "name": "", "pci": "", "minor": None, "fault": None}
+        gpu: dict[str, Any] = {"index": index, "uuid": "", "fault": None}
+        instances: list[dict[str, Any]] = []
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             gpu["uuid"] = nvml.nvmlDeviceGetUUID(handle)
@@ -52,9 +60,35 @@ class Library:
             gpu["pci"] = nvml.nvmlDeviceGetPciInfo(handle).busId
             gpu["name"] = nvml.nvmlDeviceGetName(handle)
             gpu["minor"] = nvml.nvmlDeviceGetMinorNumber(handle)
+            instances = self._instances(handle, gpu)
         except nvml.NVMLError as error:
             gpu["fault"] = _text(error)
-        return gpu
+        return [gpu, *instances]
+
+    def _instances(self, handle: Any, gpu: dict[str, Any]) -> list[dict[str, Any]]:
+        nvml = self._nvml
+        try:
+            if nvml.nvmlDeviceGetMigMode(handle)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+                return []
+        except nvml.NVMLError as error:
+            if _code(error) in (NOT_SUPPORTED, FUNCTION_NOT_FOUND):
+                return []
+            raise
+        found = []
+        for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            try:
+                instance = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
+            except nvml.NVMLError as error:
+                # Slots of which nothing was made are NOT_FOUND (nvml.h, nvmlDeviceGetMigDeviceHandleByIndex).
+                if _code(error) in (NOT_FOUND, INVALID_ARGUMENT):
+                    continue
+                raise
+            uuid = nvml.nvmlDeviceGetUUID(instance)
+            self._handles[uuid] = instance
+            gi, ci = nvml.nvmlDeviceGetGpuInstanceId(instance), nvml.nvmlDeviceGetComputeInstanceId(instance)
+            name = nvml.nvmlDeviceGetName(instance)
+            found.append({**gpu, "uuid": uuid, "name": name, "parent": gpu["uuid"], "gi": gi, "ci": ci})
+        return found
 
     def _sample(self, uuids: list[str]) -> dict[str, Any]:
         return {uuid: self._read(self._handles[uuid]) for uuid in uuids}
@@ -64,7 +98,9 @@ class Library:
         try:
             reading: dict[str, Any] = {"memory": self._memory(handle), "fault": None}
         except self._nvml.NVMLError as error:
-            return {"memory": None, "fault": _text(error), "listed": [], "unlisted": None}
+            if _code(error) != NOT_SUPPORTED or not self._integrated(handle):
+                return {"memory": None, "fault": f"memory: {_text(error)}", "listed": [], "unlisted": None}
+            reading = {"memory": None, "fault": None}
         listed: list[tuple[int, int | None, str]] = []
         unlisted = None
         for kind, call in (
@@ -91,6 +127,19 @@ class Library:
             if _code(error) != FUNCTION_NOT_FOUND:
                 raise
         return getattr(self._nvml, call + "_v2")(handle)
+
+    def _integrated(self, handle: Any) -> bool:
+        """Whether the GPU shares the memory of the machine, and so cannot say how much of it is in use: it addresses
+        memory through the CPU's page tables (nvml.h, nvmlDeviceGetAddressingMode), or is one of those known to."""
+        nvml = self._nvml
+        try:
+            if nvml.nvmlDeviceGetAddressingMode(handle) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS:
+                return True
+        except Exception as error:  # noqa: BLE001
+            # Drivers before R570 do not have the call; anything else than that is worth no more here.
+            if _code(error) is None:
+                return False
+        return any(word in nvml.nvmlDeviceGetName(handle) for word in INTEGRATED)
 
     def _memory(self, handle: Any) -> tuple[int, int, int, int | None, str]:
         """(used, free, total, reserved, call) in bytes; v1 counts what the driver reserves as used (nvml.h)."""

@@ -17,6 +17,7 @@ REMEDIES = {
     9: "load the nvidia kernel module (modprobe nvidia) and look at dmesg",
     12: "install the driver's libnvidia-ml.so.1 and run ldconfig",
     15: "the GPU has fallen off the bus: look for Xid 79 in dmesg, then reset it or reboot",
+    999: "NVML gives no reason: look for NVRM and Xid in dmesg, and whether nvidia-smi works",
     18: "user-space library and kernel module are of different versions: reboot, or reload the module",
 }
 
@@ -86,37 +87,25 @@ class Driver:
         return answer
 
 
-def traces() -> list[str]:
-    """What on this machine speaks of an NVIDIA GPU: device nodes, the kernel module, devices on the PCI bus."""
-    import glob
-
-    found = glob.glob("/dev/nvidia*") + glob.glob("/proc/driver/nvidia") + glob.glob("/sys/module/nvidia")
-    for path in glob.glob("/sys/bus/pci/devices/*/vendor"):
-        with open(path, encoding="ascii") as vendor, open(path[: -len("vendor")] + "class", encoding="ascii") as kind:
-            # Vendor 0x10de is NVIDIA; class 0x03 is a display controller, which compute cards are too (pci.ids).
-            if vendor.read().strip() == "0x10de" and kind.read().startswith("0x03"):
-                found.append(path)
-    return found
-
-
 def _pid_max() -> int:
     with open("/proc/sys/kernel/pid_max", "rb") as file:
         return int(file.read())
 
 
 def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:
-    if answer["memory"] is None:
+    if answer["fault"] is not None:
         return Reading(uuid=uuid, fault=answer["fault"])
-    memory = Memory(*answer["memory"])
-    fault = insane(memory)
+    memory = Memory(*answer["memory"]) if answer["memory"] else None
+    fault = insane(memory) if memory else None
     if fault:
         return Reading(uuid=uuid, fault=fault)
     return Reading(
         uuid=uuid,
         memory=memory,
         listed=merged(answer["listed"]),
-        distrust=distrusted(answer["listed"], memory.total, pid_max),
+        distrust=distrusted(answer["listed"], memory.total if memory else None, pid_max),
         unlisted=answer["unlisted"],
+        unified=memory is None,
     )
 
 
@@ -131,12 +120,12 @@ def insane(memory: Memory) -> str | None:
     return None
 
 
-def distrusted(records: Iterable[tuple[int, int | None, str]], total: int, pid_max: int) -> str | None:
+def distrusted(records: Iterable[tuple[int, int | None, str]], total: int | None, pid_max: int) -> str | None:
     """Why a list is not to be believed. Early R535 drivers scramble PIDs and sizes (XuehaiPan/nvitop#75)."""
     for pid, used, _ in records:
         if not 0 < pid <= pid_max:
             return f"NVML lists PID {pid}, which cannot be"
-        if used is not None and used > total:
+        if used is not None and total is not None and used > total:
             return f"NVML lists {used} bytes for PID {pid} on a GPU of {total}"
     return None
 

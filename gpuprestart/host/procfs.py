@@ -7,6 +7,7 @@ for ``slow``, which runs in a child: cmdline, maps and name services can hang fo
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -79,6 +80,18 @@ def lineage(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             break
     return line
+
+
+def commands(pid: int) -> list[str]:
+    """The comm of a process and of its ancestors, as ``comm[pid]``, nearest first."""
+    found = []
+    for one in lineage(pid):
+        try:
+            with open(f"/proc/{one}/comm", "rb") as file:
+                found.append(f"{os.fsdecode(file.read()[:-1])}[{one}]")
+        except OSError:
+            break
+    return found
 
 
 def parse_stat(text: bytes) -> tuple[str, list[str]]:
@@ -267,8 +280,12 @@ def wchan(pid: int) -> str:
 
 
 def slow(request: tuple[str, Any]) -> Any:
-    """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("user", uid)``, ``("uid", name)``."""
+    """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("maps", ([pid, …], [device number, …]))``,
+    ``("user", uid)``, ``("uid", name)``."""
     verb, argument = request
+    if verb == "maps":
+        pids, devices = argument
+        return {pid: _mapped_devices(pid, devices) for pid in pids}
     if verb == "cmdline":
         import psutil
 
@@ -282,3 +299,35 @@ def slow(request: tuple[str, Any]) -> Any:
         return pwd.getpwuid(argument).pw_name if verb == "user" else pwd.getpwnam(argument).pw_uid
     except KeyError:
         return None
+
+
+#: A line of a maps file that may be a device: its address range and its path. A node has "nvidia" in its name or lies
+#: in /dev, and so has what a container's runtime makes.
+_MAPPING = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) .* (/\S*(?:nvidia|/dev/).*|/dev/.*)$", re.MULTILINE)
+
+
+def _mapped_devices(pid: int, devices: list[int]) -> list[int] | None:
+    """Which of these devices a process has mapped; None if it may not be asked, nothing if it is gone.
+
+    The device and inode in a maps file are those of the file system that the node lies in, so the mapping itself is
+    looked at, which leads to the node whatever became of its path.
+    """
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            lines = _MAPPING.findall(file.read())
+    except PermissionError:
+        return None
+    except OSError:
+        return []
+    found = set()
+    for span, path in lines:
+        for look in (f"/proc/{pid}/map_files/{span.decode()}", f"/proc/{pid}/root{os.fsdecode(path)}"):
+            # Without CAP_SYS_ADMIN the first may not be followed; the path is the next best.
+            try:
+                status = os.stat(look)
+            except OSError:
+                continue
+            if stat.S_ISCHR(status.st_mode):
+                found.add(status.st_rdev)
+            break
+    return sorted(found.intersection(devices))

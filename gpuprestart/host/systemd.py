@@ -13,6 +13,7 @@ from ..model import Unit, Wait
 
 #: Absolute: nothing on the way of a server start is looked up in a PATH.
 SYSTEMCTL = "/usr/bin/systemctl"
+BUSCTL = "/usr/bin/busctl"
 
 #: The environment of everything that is run from here. Without the caller's own, nothing in it can change an answer.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
@@ -46,16 +47,17 @@ class SystemdError(Exception):
 class Systemd:
     """systemd by way of its own command, asked with a timeout in seconds for every call."""
 
-    def __init__(self, wait: Wait, *, systemctl: str = SYSTEMCTL, timeout: float = 10.0) -> None:
+    def __init__(self, wait: Wait, *, systemctl: str = SYSTEMCTL, busctl: str = BUSCTL, timeout: float = 10.0) -> None:
         self._wait = wait
         self._systemctl = systemctl
+        self._busctl = busctl
         self._timeout = timeout
 
     def units(self, names: Sequence[str]) -> dict[str, Unit]:
         """Each unit by the name it was asked for. One that systemd does not know is ``not-found`` and ``inactive``."""
         if not names:
             return {}
-        output = self._run(["show", "--no-pager", f"--property={','.join(PROPERTIES)}", "--", *names])
+        output = self._run([self._systemctl, "show", "--no-pager", f"--property={','.join(PROPERTIES)}", "--", *names])
         blocks = output.strip("\n").split("\n\n")
         if len(blocks) != len(names):
             raise SystemdError(f"systemctl show answered for {len(blocks)} units when asked for {len(names)}")
@@ -63,14 +65,28 @@ class Systemd:
 
     def properties(self, name: str, wanted: Sequence[str]) -> dict[str, str]:
         """These properties of one unit, as systemctl prints them; one that it does not have is absent."""
-        return _pairs(self._run(["show", "--no-pager", f"--property={','.join(wanted)}", "--", name]))
+        return _pairs(self._run([self._systemctl, "show", "--no-pager", f"--property={','.join(wanted)}", "--", name]))
+
+    def kill_user_processes(self) -> tuple[bool, list[str], list[str]]:
+        """What logind is set to do with what ended sessions leave: KillUserProcesses=, KillOnlyUsers=,
+        KillExcludeUsers= (org.freedesktop.login1(5))."""
+        import json
+
+        wanted = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
+        logind = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+        output = self._run([self._busctl, "--json=short", "get-property", *logind, *wanted])
+        try:
+            kill, only, exclude = (json.loads(line)["data"] for line in output.splitlines())
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemdError(f"logind gave an answer that cannot be read ({error})") from error
+        return bool(kill), list(only), list(exclude)
 
     def _run(self, arguments: Sequence[str]) -> str:
         import subprocess
 
         try:
             process = subprocess.Popen(
-                [self._systemctl, *arguments],
+                list(arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -78,7 +94,7 @@ class Systemd:
                 cwd="/",
             )
         except OSError as error:
-            raise SystemdError(f"cannot run {self._systemctl}: {error.strerror}") from error
+            raise SystemdError(f"cannot run {arguments[0]}: {error.strerror}") from error
         with process:
             try:
                 output, complaint = self._read(process)
@@ -87,7 +103,7 @@ class Systemd:
                 raise
         if process.returncode:
             lines = complaint.decode("utf-8", "replace").split("\n")
-            raise SystemdError(f"systemctl {arguments[0]} failed: {lines[0] or process.returncode}")
+            raise SystemdError(f"{arguments[0]} failed: {lines[0] or process.returncode}")
         return output.decode("utf-8", "surrogateescape")
 
     def _read(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:  # type: ignore[name-defined]  # noqa: F821

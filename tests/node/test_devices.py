@@ -184,13 +184,13 @@ def test_minors_in_another_order_than_indices(scene: Scene) -> None:
 @pytest.mark.case("C8")
 def test_a_stranger_with_our_node_open_and_its_memory_elsewhere(scene: Scene) -> None:
     _, stranger = scene.service("--open", "all", "--gpu", "0", "--mib", "20480", user="alice")
+    typed = scene.clean("--gpus", "3")
+    assert (typed.outcome, typed.exit) == ("clean", 0)
     server = scene.server(gpus="3")
     assert scene.start(server)
     run = scene.verdict(server)
     assert (run.outcome, run.exit) == ("clean", 0)
     assert run.verdict["holders"] == []
-    typed = scene.clean("--gpus", "3")
-    assert (typed.outcome, typed.exit) == ("clean", 0)
     assert scene.signals(run) == scene.signals(typed) == []
     assert scene.alive(stranger)
 

@@ -20,17 +20,18 @@ CARRIERS = ["cron.service", "ssh.service", "slurmd.service", "docker.service"]
 
 
 @pytest.mark.case("A21")
-@pytest.mark.parametrize("user", ["root", "alice"])
-def test_typed_in_a_login_session(scene: Scene, user: str) -> None:
-    """What the same person has running in the same session, and what the shell itself has, is wanted."""
+@pytest.mark.parametrize("user, outcome, status", [("root", "protected", 75), ("alice", "denied", 77)])
+def test_typed_in_a_login_session(scene: Scene, user: str, outcome: str, status: int) -> None:
+    """What the same person has running in the same session is wanted. alice may not even look at everybody."""
     folder = _folder(scene, user)
     session = scene.node.login_session(user, f"{_holds(folder, '0')}; {_cleans(folder)}; sleep 1000")
     try:
         run = _cleaned(scene, folder)
         holder = _ready(scene, folder)
-        assert (run.outcome, run.exit) == ("protected", 75)
-        assert run.holder(holder)["owner"] == f"session:{session.id}:{user}"
+        assert (run.outcome, run.exit) == (outcome, status)
         assert run.verdict["unit"] is None
+        if user == "root":
+            assert run.holder(holder)["owner"] == f"session:{session.id}:{user}"
         assert run.fates == {} and scene.signals(run) == []
         assert scene.alive([holder, session.leader])
     finally:
@@ -58,6 +59,21 @@ def test_in_a_job_of_a_daemon(scene: Scene, unit: str, gpus: str) -> None:
 
 
 @pytest.mark.case("A21")
+@pytest.mark.parametrize("visible", ["0", ""])
+def test_in_a_job_of_a_daemon_on_clean_gpus(scene: Scene, visible: str) -> None:
+    """A main process is no control process: it speaks for no unit, and its environment selects nothing."""
+    unit = scene.name("jobs")
+    folder = _folder(scene, "root")
+    _run_daemon(
+        scene, unit, f"export CUDA_VISIBLE_DEVICES={visible}; {_cleans(folder, '--deadline', '5s')}; sleep 1000"
+    )
+    run = _cleaned(scene, folder)
+    assert (run.outcome, run.exit) == ("clean", 0)
+    assert run.verdict["unit"] is None
+    assert [gpu["index"] for gpu in run.verdict["gpus"]] == list(range(8))
+
+
+@pytest.mark.case("A21")
 def test_in_a_unit_of_a_user_manager(scene: Scene) -> None:
     """Its ExecStartPre= looks like a system unit's; what an earlier run left beside it is alice's all the same."""
     folder = _folder(scene, "alice")
@@ -79,9 +95,7 @@ ExecStart=/bin/sh -c {shlex.quote(start)}
         assert scene.alive(holder)
         _as_alice(scene, "start", unit)
         run = _cleaned(scene, folder)
-        assert (run.outcome, run.exit) == ("protected", 75)
-        assert run.holder(holder)["action"] == "refuse"
-        assert run.holder(holder)["owner"] == "user:alice"
+        assert (run.outcome, run.exit) == ("denied", 77)
         assert run.fates == {}
         assert scene.alive(holder)
         # The same from above: root may signal everybody, and a unit of alice's is no less alive for that.
@@ -239,9 +253,9 @@ def _holds(folder: str, gpu: str) -> str:
 
 
 def _cleans(folder: str, *options: str) -> str:
-    """Shell: run clean and put down what it said, whole."""
+    """Shell: run clean, on GPU 0 unless other options are given, and put down what it said, whole."""
     into = f"{folder}/verdict"
-    command = shlex.join([*CLEAN.split(), *(options or ("--gpus", "0"))])
+    command = f"{CLEAN} {shlex.join(options or ('--gpus', '0'))}"
     return f"{command} >{into}.new 2>{into}.err; echo {{}} >>{into}.new; mv {into}.new {into}"
 
 

@@ -69,6 +69,13 @@ def reading(index: int = 0, used: Optional[int] = 3, listed: Optional[Shares] = 
     return found._replace(**changes)
 
 
+def answer(of: Reading) -> dict[str, object]:
+    """The reading as the driver's child puts it."""
+    listed = [(entry.pid, entry.bytes, kind) for entry in of.listed for kind in sorted(entry.kinds)]
+    figures = None if of.memory is None else tuple(of.memory)
+    return {"memory": figures, "fault": of.fault, "listed": listed, "unlisted": of.unlisted, "integrated": False}
+
+
 def process(pid: int = 4711, **changes: Any) -> Process:
     normal = Process(
         pid=pid,
@@ -171,7 +178,8 @@ def policy(text: str = "", overlay: Optional[str] = None) -> Policy:
 def rule(action: str, **match: object) -> str:
     """The text of one [[rule]] with these keys in its match."""
     infrastructure = match.pop("infrastructure", False)
-    keys = ", ".join(f"{key} = {value}" if isinstance(value, int) else f"{key} = '{value}'" for key, value in match.items())
+    said = {key: str(value) if isinstance(value, int) else f"'{value}'" for key, value in match.items()}
+    keys = ", ".join(f"{key} = {value}" for key, value in said.items())
     lines = ["[[rule]]", f'name = "{action} it"', f"match = {{ {keys} }}", f'action = "{action}"']
     return "\n".join([*lines, "infrastructure = true" if infrastructure else "", ""])
 

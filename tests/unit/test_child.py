@@ -23,7 +23,7 @@ def nothing() -> None:
     """What a child does first, where there are no signals to give back."""
 
 
-def hang(request: Any) -> None:
+def hang(request: Any) -> Any:
     while True:
         signal.pause()
 
@@ -33,7 +33,7 @@ def crash(request: Any) -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def leave(request: Any) -> None:
+def leave(request: Any) -> Any:
     os._exit(3)
 
 
@@ -122,7 +122,7 @@ def test_a_child_that_sigkill_does_not_end_is_left_and_named() -> None:
 
 @pytest.mark.case("D3")
 def test_an_interruption_reaches_who_waits_and_the_child_can_still_be_ended() -> None:
-    raised = []
+    raised: list[bool] = []
 
     def once(descriptors: Any, seconds: float) -> set[int]:
         if not raised:
@@ -172,7 +172,9 @@ def test_the_death_of_the_parent_ends_the_children(children: int) -> None:
 
 def answers(request: tuple[str, Any]) -> Any:
     verb, argument = request
-    return {"hang": hang, "crash": leave, "echo": lambda value: value}[verb](argument)
+    if verb == "echo":
+        return argument
+    return hang(argument) if verb == "hang" else leave(argument)
 
 
 @contextmanager

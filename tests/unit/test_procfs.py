@@ -48,7 +48,8 @@ if leaderless:
 
 
 @pytest.mark.parametrize(
-    "comm", [b"python3", b"", b") R 1 (", b"((", b"))", b"a b", b"a\nb\n", b") Z 0 0\n1 (x)", b"\xff\xfe", b"VLLM::Worker_TP0"]
+    "comm",
+    [b"python3", b"", b") R 1 (", b"((", b"))", b"a b", b"a\nb\n", b") Z 0 0\n1 (x)", b"\xff\xfe", b"VLLM::Worker"],
 )
 def test_a_comm_cannot_pose_as_other_fields(comm: bytes) -> None:
     assert procfs.parse_stat(b"4711 (" + comm + b") S 1 42 42 0\n") == (os.fsdecode(comm), ["S", "1", "42", "42", "0"])

@@ -1,0 +1,44 @@
+"""How the process ends: with the status of its verdict, whenever a signal comes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .processes import PATIENCE
+
+ROOT = Path(__file__).parents[2]
+
+#: The run is over and its verdict is known; then comes what is told by the argument, and the process ends.
+ENDING = """
+import os, signal, sys
+from gpuprestart import cli, hook
+from gpuprestart.model import Outcome, Refusal
+from gpuprestart.story import Story
+from gpuprestart.verdict import conclude
+
+def run(options, host, *, checking):
+    host.ask(("user", 0), 5.0)
+    if sys.argv[1] == "interrupted":
+        os.kill(os.getpid(), signal.SIGTERM)
+    refusal = Refusal(Outcome.UNKNOWN, "no answer", ["do this"])
+    return conclude(Story(run="0123", time=0.0, refusal=refusal))
+
+hook.run = run
+sys.exit(cli.main(["check"]))
+"""
+
+
+@pytest.mark.parametrize("how", ["quietly", "interrupted"])
+@pytest.mark.case("D3")
+def test_a_signal_after_the_verdict_does_not_take_it_away(how: str) -> None:
+    """There is no exit status but those of the contract, and what was judged is told."""
+    command = [sys.executable, "-c", ENDING, how]
+    answer = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
+    )
+    assert (answer.returncode, answer.stderr) == (69, "")
+    assert "unknown, exit status 69: no answer" in answer.stdout

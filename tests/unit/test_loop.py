@@ -1,0 +1,165 @@
+"""Survey, judge, evict, drain, and again: on a machine that is written down, and a clock that only the wait moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, Callable, Optional
+
+import pytest
+
+from gpuprestart import loop
+from gpuprestart.host import pidfd
+from gpuprestart.ledger import Ledger
+from gpuprestart.model import Fate, Holder, OwnerKind, Reading, Survey
+from gpuprestart.story import Story
+
+from .machines import holder, owner, policy, reading, survey, unit, uuid
+
+ACTIVE = owner(of=unit("ollama.service", "active"))
+
+
+class Machine:
+    """One GPU: ``used`` at each moment, and who is there at each moment until somebody is ended."""
+
+    def __init__(self, used: Callable[[float], int], holders: Callable[[float], Sequence[Holder]]) -> None:
+        self.now = 0.0
+        self.used = used
+        self.holders = holders
+        self.ended: dict[int, float] = {}
+        self.pidfds: dict[int, int] = {}
+        self.looked: list[float] = []
+
+    def look(self) -> Survey:
+        self.looked.append(self.now)
+        left = [each for each in self.holders(self.now) if each.process.pid not in self.ended]
+        return survey(*left, used=(self.used(self.now),), at=self.now)
+
+    def again(self, of: Survey, holders: Iterable[Holder]) -> Survey:
+        return of._replace(holders=tuple(holders))
+
+    def sample(self) -> dict[str, Reading]:
+        return {uuid(0): reading(0, self.used(self.now))}
+
+    def wait(self, descriptors: Iterable[int], seconds: float) -> set[int]:
+        dead = {each for each in descriptors if self.pidfds[each] in self.ended}
+        if not dead:
+            self.now += max(seconds, 0.001)
+        return dead
+
+
+class Run:
+    def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.machine = machine
+        self.ledger = Ledger(
+            Story(run="0123", time=0.0), write=lambda record: None, clock=lambda: machine.now, wchan=lambda pid: ""
+        )
+        monkeypatch.setattr(loop, "clock", lambda: machine.now)
+
+        def opened(pid: int) -> int:
+            machine.pidfds[pid + 100_000] = pid
+            return pid + 100_000
+
+        def send(descriptor: int, number: int) -> bool:
+            machine.ended.setdefault(machine.pidfds[descriptor], machine.now)
+            return True
+
+        monkeypatch.setattr(pidfd, "open_pidfd", opened)
+        monkeypatch.setattr(pidfd, "send", send)
+        monkeypatch.setattr(pidfd, "close", lambda descriptor: None)
+
+    def clean(self, text: str = "", deadline: float = 120.0, protected_until: float = 0.0) -> bool:
+        host: Any = SimpleNamespace(wait=self.machine.wait, say_status=lambda said: None)
+        surveyor: Any = self.machine
+        return loop.clean(policy(text), surveyor, host, self.ledger, deadline=deadline, protected_until=protected_until)
+
+    def fates(self) -> dict[int, Fate]:
+        return {pid: fate for (pid, _), fate in self.ledger.story().fates.items()}
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Begin:
+    def make(used: Callable[[float], int], holders: Callable[[float], Sequence[Holder]] = lambda now: ()) -> Run:
+        return Run(Machine(used, holders), monkeypatch)
+
+    return make
+
+
+def stale(pid: int = 10, share: Optional[int] = 1520) -> Holder:
+    return holder(pid, listed={} if share is None else {0: share})
+
+
+@pytest.mark.case("B8")
+def test_what_is_clean_at_first_sight_needs_no_second(begin: Begin) -> None:
+    run: Run = begin(lambda now: 3)
+    assert run.clean() and run.machine.looked == [0.0]
+
+
+@pytest.mark.case("A3")
+def test_a_stale_holder_is_ended_and_the_memory_settles(begin: Begin) -> None:
+    run: Run = begin(lambda now: 3 if run.machine.ended else 1523, lambda now: [stale()])
+    assert run.clean() and run.fates() == {10: Fate.TERMINATED}
+    assert run.machine.now >= 0.5 and len(run.machine.looked) >= 3
+
+
+@pytest.mark.case("B1")
+@pytest.mark.parametrize(("deadline", "proved"), [(120.0, True), (30.0, False)])
+def test_memory_that_comes_back_late(begin: Begin, deadline: float, proved: bool) -> None:
+    run: Run = begin(lambda now: 3 if now > 45 else 1523, lambda now: [stale()])
+    assert run.clean(deadline=deadline) is proved
+    assert run.machine.now >= 45 if proved else run.machine.now == pytest.approx(30.0, abs=0.2)
+
+
+@pytest.mark.case("B2")
+def test_a_new_holder_starts_the_settling_anew(begin: Begin) -> None:
+    """It came while the first one's memory settled, and was ended; what counts is the time since then."""
+    came = 0.3
+
+    def there(now: float) -> list[Holder]:
+        return [stale(10), *([stale(11, None)._replace(owner=owner(OwnerKind.OWN_PREVIOUS))] if now > came else [])]
+
+    run: Run = begin(lambda now: 3 if 10 in run.machine.ended else 1523, there)
+    assert run.clean('[memory]\nsettle = "500 ms"\n')
+    assert run.machine.now - run.machine.ended[11] >= 0.5
+
+
+@pytest.mark.case("A8")
+def test_somebody_alive_ends_the_run_at_once_and_nobody_else(begin: Begin) -> None:
+    run: Run = begin(lambda now: 1523, lambda now: [holder(9, ACTIVE, listed={0: 500}), stale()])
+    assert not run.clean() and run.machine.now == 0.0 and run.machine.ended == {}
+
+
+def test_somebody_alive_is_waited_for_as_long_as_the_policy_says(begin: Begin) -> None:
+    run: Run = begin(
+        lambda now: 503 if now < 4 else 3, lambda now: [holder(9, ACTIVE, listed={0: 500})] if now < 4 else []
+    )
+    assert run.clean(protected_until=10.0) and 4 <= run.machine.now < 10
+    never = begin(lambda now: 503, lambda now: [holder(9, ACTIVE, listed={0: 500})])
+    assert not never.clean(protected_until=10.0) and never.machine.now == pytest.approx(10.0, abs=0.2)
+
+
+@pytest.mark.case("A17")
+def test_holders_that_come_back_are_given_up(begin: Begin) -> None:
+    def another(now: float) -> list[Holder]:
+        return [stale(10 + len(run.machine.ended))]
+
+    run: Run = begin(lambda now: 1523, another)
+    assert not run.clean() and len(run.machine.ended) == loop.MOST_ROUNDS
+    assert run.ledger.story().rounds == loop.MOST_ROUNDS
+
+
+@pytest.mark.case("B15")
+def test_a_suspect_beside_an_ended_holder_has_its_term(begin: Begin) -> None:
+    """Its memory is back after the other's term, not with the other's end."""
+    run: Run = begin(lambda now: 3 if 11 in run.machine.ended else 1523, lambda now: [stale(10), stale(11, None)])
+    assert run.clean('[deadline]\nterm = "10 s"\n')
+    assert run.machine.ended[10] == 0.0 and 10.0 <= run.machine.ended[11] < 12.5
+
+
+@pytest.mark.case("B15")
+def test_a_suspect_is_left_alone_where_the_memory_comes_back(begin: Begin) -> None:
+    run: Run = begin(lambda now: 3 if now > 8 else 1523, lambda now: [stale(10), stale(11, None)])
+    assert run.clean('[deadline]\nterm = "10 s"\n') and list(run.machine.ended) == [10]
