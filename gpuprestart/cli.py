@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return _perform(parse(arguments), wait, child)
     finally:
+        wait.deafen()
         child.end()
 
 
@@ -93,6 +94,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
 
     host = Neighbours(
         wait=wait,
+        deafen=wait.deafen,
         driver=Driver(child),
         systemd=Systemd(wait),
         ask=questions,
@@ -112,6 +114,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         traceback.print_exc()
         verdict = hook.failed(error, host)
     finally:
+        wait.deafen()
         questions.end()
     status = Teller(journal=journal, notify=notify_status, out=sys.stdout, err=sys.stderr).tell(command, verdict)
     journal.close()

@@ -45,6 +45,8 @@ def against(story: Story) -> list[Finding]:
     if story.checking and plan.evict:
         return [*found, _to_be_cleaned(plan)]
     found += [_dirty(story, plan, survey, state) for state in plan.gpus if not state.clean and not state.unknown]
+    if plan.evict and not found:
+        found.append(_unended(story, plan))
     if plan.clean and not story.proved and not found:
         found.append(_unsettled(story, plan))
     return found
@@ -144,7 +146,7 @@ def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding
     gone = [decision for decision in story.seen if _had_memory_on(story, decision, state.gpu.uuid)]
     memory = state.reading.memory
     if memory is None or memory.used <= state.limit or plan.evict or gone:
-        return _not_freed(story, state, gone)
+        return _not_freed(story, plan, state, gone)
     return _unattributed(plan, survey, state)
 
 
@@ -160,8 +162,11 @@ def _had_memory_on(story: Story, decision: Decision, uuid: str) -> bool:
     return fate is not None and uuid in holder.listed
 
 
-def _not_freed(story: Story, state: GpuState, gone: Sequence[Decision]) -> Finding:
+def _not_freed(story: Story, plan: Plan, state: GpuState, gone: Sequence[Decision]) -> Finding:
     message = f"{_named(state)}: {state.fault}"
+    if plan.evict:
+        message += f", and {_names(plan.evict)} could not be ended before the deadline"
+        return Finding(Outcome.NOT_FREED, message, ("allow more time (deadline.total)",))
     if not gone:
         return Finding(Outcome.NOT_FREED, message, ("gpuprestart status shows what else runs on it",))
     verb = "is" if len(gone) == 1 else "are"
@@ -188,6 +193,11 @@ def _unattributed(plan: Plan, survey: Survey, state: GpuState) -> Finding:
     suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
     hints += [f"{who(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
     return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))
+
+
+def _unended(story: Story, plan: Plan) -> Finding:
+    message = f"the deadline came {story.duration:.0f} s into this run, before {_names(plan.evict)} could be ended"
+    return Finding(Outcome.NOT_FREED, message, ("allow more time (deadline.total)",))
 
 
 def _unsettled(story: Story, plan: Plan) -> Finding:

@@ -60,6 +60,7 @@ def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
     except Interrupted as interrupted:
         verdict = conclude(ledger.story(interrupted=interrupted))
     finally:
+        host.deafen()
         host.locks.release()
     return verdict if checking else refusing.sure(verdict, host.systemd, procfs.own_cgroup())
 

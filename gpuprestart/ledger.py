@@ -76,7 +76,7 @@ class Ledger:
                 self._recorded.add(identity)
                 self._write(events.holder_found(self.context, decision, plan.gpus))
         for identity, decision in self._seen.items():
-            if identity in self._recorded and identity not in alive and identity not in self._fates:
+            if identity not in alive and identity not in self._fates and decision.action is not Action.NONE:
                 self.ended(decision, Fate.EXITED)
 
     def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:
@@ -112,7 +112,8 @@ class Ledger:
         self._fates[identity] = fate
         since = self._signalled.get(identity)
         seconds = None if since is None else self._clock() - since
-        self._write(events.holder_gone(self.context, decision, self._gpus, fate=fate, seconds=seconds))
+        if identity in self._recorded or since is not None:
+            self._write(events.holder_gone(self.context, decision, self._gpus, fate=fate, seconds=seconds))
 
     @property
     def denied(self) -> bool:

@@ -56,6 +56,7 @@ def clean(
             ledger.note(rounds=rounds)
             _evict(policy, survey, plan, surveyor, host, ledger, deadline=deadline)
             history = judge.ended(history, attributed=ledger.ended_attributed)
+            settled = False
             continue
         again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began))
         until = min(deadline, again, *_moments(policy, plan, history, protected_until))

@@ -20,6 +20,8 @@ class Neighbours(NamedTuple):
     """``write`` sends a record to the journal, ``say_status`` sets STATUS=, ``children`` are the PIDs of ours."""
 
     wait: Wait
+    #: From then on ``wait`` raises no Interrupted.
+    deafen: Callable[[], None]
     driver: Driver
     systemd: Systemd
     ask: Ask

@@ -25,7 +25,9 @@ CARRIERS = (
     "supervisor*", "supervisord*", "pm2*", "display-manager", "gdm*", "sddm*", "lightdm*",
 )  # fmt: skip
 
-_UNIT_NAME = re.compile(r"[A-Za-z0-9:_.\\@-]{1,246}\.(?:service|scope)")
+#: Names of units as systemd takes them (systemd.unit(5)). systemctl refuses a whole call for one that it does not take,
+#: such as a template without an instance, and anybody can name a cgroup of their own.
+_UNIT_NAME = re.compile(r"(?=.{1,255}$)[A-Za-z0-9:_.\\-]+(?:@[A-Za-z0-9:_.\\@-]+)?\.(?:service|scope)")
 _SESSION = re.compile(r"session-([A-Za-z0-9]+)\.scope")
 _USER_MANAGER = re.compile(r"user@([0-9]+)\.service")
 _USER_SLICE = re.compile(r"^/user\.slice/user-([0-9]{1,10})\.slice/")
@@ -184,7 +186,8 @@ def _named_container(cgroup: str) -> Optional[Owner]:
 
 def over(owner: Owner) -> bool:
     """Whether a login session is over: its scope is abandoned, or gone while processes are left in its cgroup."""
-    return owner.unit is None or owner.unit.active_state != "active" or owner.unit.sub_state == "abandoned"
+    unit = owner.unit
+    return unit is None or unit.sub_state == "abandoned" or unit.active_state in ("inactive", "failed")
 
 
 def doomed(user: str, kill: bool, only: Sequence[str], exclude: Sequence[str]) -> bool:

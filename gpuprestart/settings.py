@@ -139,7 +139,8 @@ def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
     for each in paths:
         try:
             with open(each, encoding="utf-8", errors="surrogateescape") as file:
-                lines = file.read(1 << 20).split("\n")
+                # A line that ends in a backslash goes on in the next one, whatever that looks like.
+                lines = file.read(1 << 20).replace("\\\n", "\0").split("\n")
         except OSError as error:
             if optional:
                 continue
@@ -152,7 +153,7 @@ def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
                 words = shlex.split(line.partition("=")[2], comments=False)
             except ValueError as error:
                 raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: {error}") from error
-            if len(words) > 1 or line.endswith("\\"):
+            if len(words) > 1 or "\0" in line:
                 raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: its value is not one word", ["quote it"])
             found[name] = words[0] if words else ""
     return found

@@ -34,6 +34,7 @@ class Child:
         self._wait = wait
         child_reads, self._requests = os.pipe2(os.O_CLOEXEC)
         self._answers, child_writes = os.pipe2(os.O_CLOEXEC)
+        self._reaped = False
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
@@ -92,7 +93,7 @@ class Child:
         finally:
             os.close(pidfd)
         _, status = os.waitpid(self.pid, 0)
-        self.pid = 0
+        self._reaped = True
         return status
 
     def end(self) -> bool:
@@ -101,7 +102,7 @@ class Child:
             if descriptor >= 0:
                 os.close(descriptor)
         self._requests = self._answers = -1
-        if not self.pid:
+        if self._reaped:
             return True
         os.kill(self.pid, signal.SIGKILL)  # Our own unreaped child: its PID cannot have been given to another.
         return self._reap(REAP) is not None

@@ -97,7 +97,9 @@ class Systemd:
             raise SystemdError(f"cannot run {arguments[0]}: {error.strerror}") from error
         with process:
             try:
-                output, complaint = self._read(process)
+                deadline = time.monotonic() + self._timeout
+                output, complaint = self._read(process, deadline)
+                self._await(process, deadline)
             except BaseException:
                 process.kill()
                 raise
@@ -106,11 +108,19 @@ class Systemd:
             raise SystemdError(f"{arguments[0]} failed: {lines[0] or process.returncode}")
         return output.decode("utf-8", "surrogateescape")
 
-    def _read(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:  # type: ignore[name-defined]  # noqa: F821
+    def _await(self, process: subprocess.Popen[bytes], deadline: float) -> None:  # type: ignore[name-defined]  # noqa: F821
+        """Wait for an end that must come soon: it has closed its outputs."""
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            if not self._wait([pidfd], deadline - time.monotonic()):
+                raise SystemdError(f"systemd did not answer within {self._timeout:.0f} s")
+        finally:
+            os.close(pidfd)
+
+    def _read(self, process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:  # type: ignore[name-defined]  # noqa: F821
         assert process.stdout and process.stderr
         parts: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
         still_open = set(parts)
-        deadline = time.monotonic() + self._timeout
         while still_open:
             ready = self._wait(still_open, deadline - time.monotonic())
             if not ready:

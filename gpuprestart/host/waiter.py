@@ -19,7 +19,7 @@ class Waiter:
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._raised = False
+        self._deaf = False
         # Python writes the number of every caught signal to this descriptor, even one that arrives between the check
         # and the poll(), so that no signal can be slept through.
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -35,10 +35,14 @@ class Waiter:
         if self._read in ready:
             ready.discard(self._read)
             caught = os.read(self._read, 64)
-            if not self._raised:
-                self._raised = True
+            if not self._deaf:
+                self._deaf = True
                 raise Interrupted(signal.Signals(caught[0]).name)
         return ready
+
+    def deafen(self) -> None:
+        """From here on no signal is raised: the verdict is reached, and what is left is to tell it."""
+        self._deaf = True
 
     def forget(self) -> None:
         """Give the signals back their usual meaning; a forked child calls this before anything else."""

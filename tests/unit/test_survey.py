@@ -161,6 +161,7 @@ class Scene:
         self.children: set[int] = set()
         self.host = Neighbours(
             wait=wait,
+            deafen=lambda: None,
             driver=Driver(self.driver),
             systemd=self.systemd,
             ask=lambda request, timeout: procfs.slow(request),
