@@ -1,18 +1,17 @@
-"""(Policy, Survey) -> Plan: who is stale, who is wanted, which GPU is clean. Pure, and the only place that decides.
+"""(Policy, Survey) -> Plan: who is to be ended now, who stands in the way, which GPU is clean. Pure.
 
-A process is ended only with proof that nobody alive wants it; a GPU is clean only with figures that say so. Whatever is
-not in the table of owners is refused.
+The table says what becomes of a holder; here that meets the evidence of what it holds, and what has been tried so far.
+A GPU is clean only with figures that say so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
-from . import infrastructure, rules
-from .model import Action, Decision, Gpu, GpuState, Holder, Owner, OwnerKind, Plan, Reading, Survey, Unit
-from .owners import carrier, over
+from . import rules, table
+from .model import Action, Decision, Gpu, GpuState, Holder, OwnerKind, Plan, Reading, Survey
 from .policy import Policy, Size
 from .text import amounts, mib
 
@@ -54,7 +53,7 @@ def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
 def plan(policy: Policy, survey: Survey, history: History) -> Plan:
     """What should be done now. The same survey and history always give the same plan."""
     unexplained = frozenset(gpu.uuid for gpu in survey.gpus if _is_unexplained(policy, survey, gpu))
-    decided = _with_shared_servers([decide(policy, survey, holder) for holder in survey.holders])
+    decided = _with_shared_servers([table.decide(policy, survey, holder) for holder in survey.holders])
     placed = [(_role(policy, survey, history, each, unexplained), each) for each in decided]
     blocking = [each for role, each in placed if role is Role.BLOCKING] + _too_much_spared(policy, survey, decided)
     claims = tuple((claim, unit) for claim, unit in survey.claims if not rules.spare_unit(policy, claim.unit))
@@ -211,7 +210,7 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
     for gpu in survey.gpus:
         memory = survey.readings[gpu.uuid].memory
         spared = _spared(gpu, decisions)
-        most = policy.memory.spared_max.of(memory.total) if memory else 0
+        most = policy.memory.spared_max.of(memory.total if memory else 0)
         total = sum(each.holder.listed[gpu.uuid] or 0 for each in spared)
         if total > most:
             reason = (
@@ -222,148 +221,3 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
                     reason=reason, hint="stop it, or raise memory.spared_max"
                 )
     return list(found.values())
-
-
-# One holder ----------------------------------------------------------------------------------------------------------
-
-
-def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
-    """What the table says of one holder: infrastructure, rules, our own unit, then its owner."""
-    program = infrastructure.recognise(holder.process)
-    decision = rules.first_match(policy, holder, now=survey.at, infrastructure=program is not None)
-    if decision is None and program is not None:
-        return Decision(holder=holder, action=Action.SPARE, reason=f"is infrastructure ({program})")
-    decision = decision or _by_owner(policy, holder)
-    if decision.action is not Action.KILL:
-        return decision
-    if holder.process.pid in survey.kin:
-        return decision._replace(action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
-    only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
-    if only_nvml:
-        reason = "is named by NVML alone and has none of these GPUs' nodes open, and nobody is ended on NVML's word"
-        return decision._replace(
-            action=Action.REFUSE, reason=reason, hint=f"end PID {holder.process.pid} yourself if it is stale"
-        )
-    return decision
-
-
-def _by_owner(policy: Policy, holder: Holder) -> Decision:
-    action, reason, hint = _ROWS[holder.owner.kind](policy, holder)
-    return Decision(holder=holder, action=action, reason=reason, hint=hint)
-
-
-Row = tuple[Action, str, str]
-
-
-def _own_previous(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    assert owner.unit
-    if carrier(owner.unit.name):
-        return Action.REFUSE, f"was left in {owner.unit.name}, whose processes are other people's work", _LOOK
-    return Action.KILL, f"was left behind by an earlier run of {owner.unit.name}", ""
-
-
-def _own_current(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    assert owner.unit
-    hint = "an earlier ExecStartPre= started it: let it start after this check, or name it in a rule"
-    return Action.REFUSE, f"began with the present start of {owner.unit.name}", hint
-
-
-def _unit(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    unit = owner.unit
-    assert unit
-    if unit.up:
-        return Action.REFUSE, f"belongs to {unit.name}, which is {unit.active_state}", f"systemctl stop {unit.name}"
-    if unit.active_state == "deactivating":
-        reason = f"belongs to {unit.name}, which is deactivating (TimeoutStopSec={unit.timeout_stop or 'unknown'})"
-        return Action.WAIT, reason, f"wait for {unit.name} to stop, or systemctl kill --signal=SIGKILL {unit.name}"
-    if unit.active_state not in ("inactive", "failed"):
-        return Action.REFUSE, f"belongs to {unit.name}, whose state {unit.active_state} is not known here", _LOOK
-    state = "has failed" if unit.active_state == "failed" else "is inactive"
-    doubt = _doubt(owner, unit)
-    if doubt and not policy.dedicated:
-        return Action.REFUSE, f"was left behind by {unit.name}, which {state}, but {doubt}", _DEDICATED
-    return Action.KILL, f"was left behind by {unit.name}, which {state}", ""
-
-
-def _doubt(owner: Owner, unit: Unit) -> str:
-    """Why an ended unit's process may still be somebody's work."""
-    if not unit.name.endswith(".service"):
-        return "a scope may hold anybody's processes"
-    if carrier(unit.name):
-        return "that unit carries other people's work"
-    if unit.type == "oneshot":
-        return "a oneshot unit may leave processes on purpose"
-    if not owner.as_unit_user:
-        return f"it does not run as that unit's User={unit.user or 'root'}"
-    return ""
-
-
-def _session(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    _, session, user = owner.word.split(":", 2)
-    if not over(owner):
-        if holder.graphics_only:
-            return Action.SPARE, f"only draws, in the login session {session} of {user}", ""
-        hint = f"ask {user}, or loginctl terminate-session {session}"
-        return Action.REFUSE, f"belongs to the login session {session} of {user}", hint
-    reason = f"was left by the login session {session} of {user}, which is over"
-    if owner.doomed:
-        return Action.KILL, f"{reason} and whose processes logind is set to end (KillUserProcesses=)", ""
-    if policy.dedicated:
-        return Action.KILL, reason, ""
-    return Action.REFUSE, f"{reason}, and may be meant to outlive it (nohup, tmux)", _DEDICATED
-
-
-def _user(policy: Policy, holder: Holder) -> Row:
-    user = holder.owner.user
-    if holder.graphics_only:
-        return Action.SPARE, f"only draws, for the user manager of {user}", ""
-    return Action.REFUSE, f"belongs to the user manager of {user}", f"ask {user}, or systemctl --user stop it"
-
-
-def _container(policy: Policy, holder: Holder) -> Row:
-    _, engine, name = holder.owner.word.split(":", 2)
-    return _run_by_another(holder.owner, f"the {engine} container {name}", f"stop the container {name}")
-
-
-def _slurm(policy: Policy, holder: Holder) -> Row:
-    job = holder.owner.word.partition(":")[2]
-    return _run_by_another(holder.owner, f"the Slurm job {job}", f"scancel {job}")
-
-
-def _run_by_another(owner: Owner, what: str, hint: str) -> Row:
-    """A container's or job's process is stale once nothing in its cgroup has a runtime above it any more."""
-    if owner.runtime or not owner.cgroup:
-        return Action.REFUSE, f"belongs to {what}, which {owner.runtime or 'something'} runs", hint
-    return Action.KILL, f"was left behind by {what}, which nothing runs any more", ""
-
-
-def _none(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    if policy.dedicated and owner.orphan:
-        return Action.KILL, "belongs to no unit, session or container, and its parent is gone", ""
-    return Action.REFUSE, "belongs to no unit, session or container", _DEDICATED if owner.orphan else _LOOK
-
-
-def _unknown(policy: Policy, holder: Holder) -> Row:
-    owner = holder.owner
-    return Action.REFUSE, f"has an owner that could not be established: {owner.doubt}", _LOOK
-
-
-_LOOK = "look at it with systemctl status PID, and end it yourself if it is stale"
-_DEDICATED = "end it yourself, or set owners.dedicated = true if nobody else may use this machine's GPUs"
-
-_ROWS: Mapping[OwnerKind, Callable[[Policy, Holder], Row]] = {
-    OwnerKind.OWN_PREVIOUS: _own_previous,
-    OwnerKind.OWN_CURRENT: _own_current,
-    OwnerKind.UNIT: _unit,
-    OwnerKind.SESSION: _session,
-    OwnerKind.USER: _user,
-    OwnerKind.CONTAINER: _container,
-    OwnerKind.SLURM: _slurm,
-    OwnerKind.NONE: _none,
-    OwnerKind.UNKNOWN: _unknown,
-}

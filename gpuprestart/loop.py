@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from . import drain, evict, judge
+from . import drain, evict, judge, table
 from .ledger import Ledger
 from .model import Action, Decision, Plan, Reading, Survey
 from .neighbours import Neighbours, clock
@@ -82,7 +82,7 @@ def _evict(
 ) -> None:
     def still_stale(decisions: Sequence[Decision]) -> Sequence[Decision]:
         fresh = surveyor.again(survey, [decision.holder for decision in decisions])
-        judged = [judge.decide(policy, fresh, holder) for holder in fresh.holders]
+        judged = [table.decide(policy, fresh, holder) for holder in fresh.holders]
         return [decision for decision in judged if decision.action is Action.KILL]
 
     with ledger.phase("evict"):

@@ -37,8 +37,6 @@ sys.exit(cli.main(["check"]))
 def test_a_signal_after_the_verdict_does_not_take_it_away(how: str) -> None:
     """There is no exit status but those of the contract, and what was judged is told."""
     command = [sys.executable, "-c", ENDING, how]
-    answer = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE
-    )
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (answer.returncode, answer.stderr) == (69, "")
     assert "unknown, exit status 69: no answer" in answer.stdout

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpuprestart import judge
+from gpuprestart import judge, table
 from gpuprestart.judge import History
 from gpuprestart.model import MIB, Action, Decision, Holder, Outcome, Owner, OwnerKind, Plan, Refusal, Survey
 from gpuprestart.owners import CARRIERS
@@ -23,7 +23,7 @@ DEDICATED = "[owners]\ndedicated = true\n"
 
 
 def decide(of: Holder, text: str = "", **facts: Any) -> Decision:
-    return judge.decide(policy(text), survey(of, used=(1523,), **facts), of)
+    return table.decide(policy(text), survey(of, used=(1523,), **facts), of)
 
 
 def plan(*holders: Holder, text: str = "", history: Optional[History] = None, **facts: Any) -> Plan:
@@ -271,9 +271,9 @@ def test_a_decision_by_a_rule_names_it() -> None:
 def test_an_overlay_may_decide_what_the_site_does_not_refuse() -> None:
     one = holder(listed={0: 1520})
     allowed = policy(rule("kill", comm="python"), rule("spare", comm="python"))
-    assert judge.decide(allowed, survey(one), one).action is SPARE
+    assert table.decide(allowed, survey(one), one).action is SPARE
     forbidden = policy(rule("refuse", comm="python"), rule("spare", comm="python"))
-    assert judge.decide(forbidden, survey(one), one).action is REFUSE
+    assert table.decide(forbidden, survey(one), one).action is REFUSE
 
 
 def test_an_empty_match_is_a_fault_of_the_policy() -> None:
@@ -583,4 +583,4 @@ def test_a_rule_that_refuses_or_spares_never_adds_a_kill(
 
 
 def _by_table(of: Policy, machine: Survey) -> dict[int, Decision]:
-    return {each.process.pid: judge.decide(of, machine, each) for each in machine.holders}
+    return {each.process.pid: table.decide(of, machine, each) for each in machine.holders}

@@ -155,8 +155,8 @@ def test_holders_that_come_back_are_given_up(begin: Begin) -> None:
 def test_a_suspect_beside_an_ended_holder_has_its_term(begin: Begin) -> None:
     """Its memory is back after the other's term, not with the other's end."""
     run: Run = begin(lambda now: 3 if 11 in run.machine.ended else 1523, lambda now: [stale(10), stale(11, None)])
-    assert run.clean('[deadline]\nterm = "10 s"\n')
-    assert run.machine.ended[10] == 0.0 and 10.0 <= run.machine.ended[11] < 12.5
+    assert run.clean('[deadline]\nterm = "11 s"\n')
+    assert run.machine.ended[10] == 0.0 and 11.0 <= run.machine.ended[11] < 11.2
 
 
 @pytest.mark.case("B15")

@@ -248,6 +248,14 @@ def test_all_outcomes_are_listed_and_the_first_of_the_contract_decides() -> None
     assert found.message.startswith("SIGTERM") and any("ollama" in hint for hint in found.hints)
 
 
+def test_the_order_is_not_that_in_which_things_were_found() -> None:
+    found = verdict(used=(3,), interrupted="SIGTERM", refusal=Refusal(Outcome.UNKNOWN, "no answer", ["do this"]))
+    assert (found.outcomes, found.exit) == ((Outcome.INTERRUPTED, Outcome.UNKNOWN), 75)
+    stuck = STALE.process.identity
+    both = verdict(STALE, used=(1523,), rounds=3, fates={stuck: Fate.SURVIVED}, survivors={stuck: ""})
+    assert both.outcomes == (Outcome.RESPAWNING, Outcome.UNKILLABLE)
+
+
 def test_the_exit_statuses_of_the_contract() -> None:
     wanted = {
         "config": 78, "interrupted": 75, "denied": 77, "unknown": 69, "protected": 75, "respawning": 75,
