@@ -48,7 +48,8 @@ def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
     With ``checking``: judge as of now and touch nothing, not even the journal.
     """
     story = Story(run=_run_id(host), time=time.time(), boot_id=_boot_id(), checking=checking)
-    ledger = Ledger(story, write=_silent if checking else host.write, clock=clock, wchan=procfs.wchan)
+    write = _silent if checking else host.write
+    ledger = Ledger(story, write=write, clock=clock, wchan=procfs.wchan, still_there=procfs.still_there)
     try:
         _Run(options, host, ledger, checking=checking).straight_line()
         verdict = conclude(ledger.story())
@@ -166,8 +167,8 @@ class _Run:
         control_pid = os.getpid()
         start = Start(unit=unit, environ=self._host.environ, policy=self._policy(unit), control_pid=control_pid)
         _, gpus = self._measure(start)
-        unit_cgroup = self._cgroup[: self._cgroup.index(f"/{unit}") + len(f"/{unit}")]
-        if any(control_pid not in procfs.lineage(pid) for pid in cgroupfs.pids(unit_cgroup)):
+        beside = cgroupfs.pids(owners.cgroup_of(unit, self._cgroup))
+        if any(control_pid not in procfs.lineage(pid) for pid in beside):
             return False
         if not self._checking and self._locked_by(start, gpus) is not None:
             return False

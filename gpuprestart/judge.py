@@ -211,11 +211,12 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
         memory = survey.readings[gpu.uuid].memory
         spared = _spared(gpu, decisions)
         most = policy.memory.spared_max.of(memory.total if memory else 0)
-        total = sum(each.holder.listed[gpu.uuid] or 0 for each in spared)
+        shares = [each.holder.listed[gpu.uuid] for each in spared]
+        # One whose bytes NVML does not tell may have all that is used.
+        total = (memory.used if memory else 0) if None in shares else sum(share or 0 for share in shares)
         if total > most:
-            reason = (
-                f"is spared, but spared holders have {mib(total)} on {gpu}, more than memory.spared_max of {mib(most)}"
-            )
+            limit = f"memory.spared_max of {mib(most)}"
+            reason = f"is spared, but spared holders may have {mib(total)} on {gpu}, more than {limit}"
             for each in spared:
                 found[each.holder.process.pid] = each._replace(
                     reason=reason, hint="stop it, or raise memory.spared_max"

@@ -12,7 +12,7 @@ from typing import Callable, Optional
 
 from . import events, judge
 from .faults import Interrupted
-from .model import Action, Decision, Fate, GpuState, Plan, Reading, Refusal, Survey
+from .model import Action, Decision, Fate, GpuState, Plan, Process, Reading, Refusal, Survey
 from .policy import Policy
 from .story import Story
 
@@ -32,11 +32,13 @@ class Ledger:
         write: Callable[[events.Record], None],
         clock: Callable[[], float],
         wchan: Callable[[int], str],
+        still_there: Callable[[Process], bool],
     ) -> None:
         self._story = story
         self._write = write
         self._clock = clock
         self._wchan = wchan
+        self._still_there = still_there
         self._began = clock()
         self._seen: dict[Identity, Decision] = {}
         self._fates: dict[Identity, Fate] = {}
@@ -76,7 +78,10 @@ class Ledger:
                 self._recorded.add(identity)
                 self._write(events.holder_found(self.context, decision, plan.gpus))
         for identity, decision in self._seen.items():
-            if identity not in alive and identity not in self._fates and decision.action is not Action.NONE:
+            if identity in alive or identity in self._fates or decision.action is Action.NONE:
+                continue
+            # One that only let go of the GPU has no fate, and may come back.
+            if not self._still_there(decision.holder.process):
                 self.ended(decision, Fate.EXITED)
 
     def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:

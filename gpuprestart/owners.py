@@ -71,6 +71,13 @@ def candidates(cgroup: str) -> tuple[str, ...]:
     return tuple(part for part in parts if _UNIT_NAME.fullmatch(part))
 
 
+def cgroup_of(unit: str, cgroup: str) -> str:
+    """The part of a cgroup path down to the one that a unit has; systemd may have put a ``_`` before its name."""
+    parts = cgroup.split("/")
+    place = next(number for number, part in enumerate(parts) if part.removeprefix("_") == unit.removeprefix("_"))
+    return "/".join(parts[: place + 1])
+
+
 def carrier(unit: str) -> bool:
     """Whether a unit's processes are other people's work, so that an inactive unit says nothing about them."""
     name = unit.rpartition(".")[0]

@@ -35,6 +35,7 @@ class Child:
         child_reads, self._requests = os.pipe2(os.O_CLOEXEC)
         self._answers, child_writes = os.pipe2(os.O_CLOEXEC)
         self._reaped = False
+        parent = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
@@ -42,6 +43,7 @@ class Child:
                 os.close(self._requests)
                 os.close(self._answers)
                 at_fork()
+                _die_with(parent)
                 _serve(answer, child_reads, child_writes)
                 status = 0
             finally:
@@ -106,6 +108,18 @@ class Child:
             return True
         os.kill(self.pid, signal.SIGKILL)  # Our own unreaped child: its PID cannot have been given to another.
         return self._reap(REAP) is not None
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, also while it hangs in a driver (prctl(2))."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # It was already too late to be told.
+
+
+_PR_SET_PDEATHSIG = 1
 
 
 def _framed(value: Any) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -67,6 +68,12 @@ def read(pid: int) -> Process | None:
         return None
     finally:
         os.close(directory)
+
+
+def still_there(process: Process) -> bool:
+    """Whether this very process is alive."""
+    now = read(process.pid)
+    return now is not None and now.identity == process.identity
 
 
 def lineage(pid: int) -> list[int]:
@@ -222,12 +229,9 @@ def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
     try:
         names = os.listdir(table)
         for name in names:
-            try:
-                status = os.stat(name, dir_fd=table)
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if status.st_rdev in wanted and stat.S_ISCHR(status.st_mode):
-                found.add(status.st_rdev)
+            number = _device_behind(table, name)
+            if number is not None and number in wanted:
+                found.add(number)
     except (FileNotFoundError, ProcessLookupError):
         return None
     finally:
@@ -235,7 +239,27 @@ def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
     return found if names else None
 
 
-_syscall: Any = None
+def _device_behind(table: int, name: str) -> int | None:
+    """The device number of the character device that a descriptor is open on, or None.
+
+    statx(2) is told not to ask whoever serves the file system: a file on a network mount whose server is gone would
+    hang the whole run, and what kind of file it is the kernel knows without asking.
+    """
+    libc = _load_libc()
+    if libc.statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_TYPE, _statx) != 0:
+        return None
+    (mode,) = _MODE.unpack_from(_statx, 28)
+    return os.makedev(*_RDEV.unpack_from(_statx, 128)) if stat.S_ISCHR(mode) else None
+
+
+#: struct statx is 256 bytes: stx_mode is at 28, stx_rdev_major and _minor at 128 (include/uapi/linux/stat.h).
+_statx: Any = None
+_MODE = struct.Struct("H")
+_RDEV = struct.Struct("II")
+_AT_STATX_DONT_SYNC = 0x4000
+_STATX_TYPE = 1
+
+_libc: Any = None
 #: SYS_kcmp by machine, from the kernel's system call tables.
 _KCMP = {"x86_64": 312, "aarch64": 272, "ppc64le": 354, "s390x": 343}
 _KCMP_FILES = 2
@@ -243,16 +267,22 @@ _KCMP_FILES = 2
 
 def kcmp_files(one: int, other: int) -> int:
     """kcmp(one, other, KCMP_FILES): 0 if both tasks have one descriptor table, -1 if the kernel does not tell."""
-    global _syscall
     number = _KCMP.get(os.uname().machine)
     if number is None:
         return -1
-    if _syscall is None:
+    return int(_load_libc().syscall(number, one, other, _KCMP_FILES, 0, 0))
+
+
+def _load_libc() -> Any:
+    """The C library, loaded at the first use, with its calls as they are used here."""
+    global _libc, _statx
+    if _libc is None:
         import ctypes
 
-        _syscall = ctypes.CDLL(None, use_errno=True).syscall
-        _syscall.restype = ctypes.c_long
-    return int(_syscall(number, one, other, _KCMP_FILES, 0, 0))
+        _libc = ctypes.CDLL(None)
+        _libc.syscall.restype = ctypes.c_long
+        _statx = (ctypes.c_char * 256)()
+    return _libc
 
 
 def device_number(path: str) -> int | None:

@@ -117,9 +117,7 @@ rm -rf /var/lib/apt/lists/* /var/log/*.log /var/log/apt /var/log/journal
 def recipe(release: str) -> Recipe:
     if not re.fullmatch(r"[a-z]+", release):
         raise ImageError(f"release {release!r} is not a Debian code name")
-    return Recipe(
-        release=release, packages=PACKAGES, pip=PIP + PIP_BY_RELEASE.get(release, ()), script=SCRIPT
-    )
+    return Recipe(release=release, packages=PACKAGES, pip=PIP + PIP_BY_RELEASE.get(release, ()), script=SCRIPT)
 
 
 def cache_directory() -> Path:
@@ -129,9 +127,7 @@ def cache_directory() -> Path:
     if set(str(path)) & set(":,\\ "):
         # These separate the words of overlayfs's mount options, and escaping differs between mount
         # programs.
-        raise ImageError(
-            f"the cache folder {str(path)!r} has a character that overlayfs cannot take (':,\\ ')"
-        )
+        raise ImageError(f"the cache folder {str(path)!r} has a character that overlayfs cannot take (':,\\ ')")
     return path
 
 
@@ -147,9 +143,7 @@ class Layers:
             lock.close()
 
 
-def layers(
-    *, release: str = "bookworm", driver: bool = True, say: Callable[[str], None] | None = None
-) -> Layers:
+def layers(*, release: str = "bookworm", driver: bool = True, say: Callable[[str], None] | None = None) -> Layers:
     """The read-only layers to boot from, built first if they are not there yet.
 
     Without `driver` it is the base alone. `say` is told before something slow starts.
@@ -236,9 +230,7 @@ def build_driver(base: Path, target: Path, *, keep: IO[str]) -> None:
         )  # fmt: skip
 
 
-def command(
-    argv: Sequence[str], *, keep: IO[str] | None = None, env: Mapping[str, str] | None = None
-) -> None:
+def command(argv: Sequence[str], *, keep: IO[str] | None = None, env: Mapping[str, str] | None = None) -> None:
     """Run one command of a build to its end; its output is shown only if it fails.
 
     `keep` is a lock that is to stay held while the command lives, even if this process is killed.

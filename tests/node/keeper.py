@@ -38,11 +38,7 @@ def main() -> int:
     try:
         root = mount_root(state, spec["lower"])
         nodes = make_nodes(state / "memory/dev", spec["devices"])
-        process = (
-            start_nspawn(spec, state, root, nodes, cgroups)
-            if spec["boot"]
-            else start_chroot(state, root, nodes)
-        )
+        process = start_nspawn(spec, state, root, nodes, cgroups) if spec["boot"] else start_chroot(state, root, nodes)
         status["leader"] = leader = find_leader(process, owner)
         leader_pidfd = os.pidfd_open(leader)
         tell(leader=leader)
@@ -57,9 +53,7 @@ def main() -> int:
         if not left:
             # Lazily, as a mount that somebody still looks into would refuse; the namespace's end
             # takes the rest.
-            subprocess.run(
-                ["umount", "--lazy", "--recursive", state / "memory"], capture_output=True, check=False
-            )
+            subprocess.run(["umount", "--lazy", "--recursive", state / "memory"], capture_output=True, check=False)
             shutil.rmtree(state, ignore_errors=True)
     return 0
 
@@ -223,9 +217,7 @@ def descendants(pid: int) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != pid:
             with suppress(OSError, IndexError):
-                parent = int(
-                    Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-                )
+                parent = int(Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
                 if parent == pid:
                     found += [int(entry), *descendants(int(entry))]
     return found
@@ -252,9 +244,7 @@ def wait_for_the_end(owner: int, process: subprocess.Popen[bytes]) -> None:
     poll.poll()
 
 
-def take_down(
-    process: subprocess.Popen[bytes] | None, leader_pidfd: int | None, cgroups: list[Path]
-) -> list[str]:
+def take_down(process: subprocess.Popen[bytes] | None, leader_pidfd: int | None, cgroups: list[Path]) -> list[str]:
     """End the node, remove its cgroups, and say what could not be removed."""
     if process is not None:
         # The kernel ends a whole PID namespace with its PID 1; nspawn then sees its child gone and

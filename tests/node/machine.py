@@ -61,11 +61,7 @@ def can_chroot() -> str | None:
         return "not Linux"
     if os.geteuid() != 0:
         return "not root"
-    missing = [
-        tool
-        for tool in ("mmdebstrap", "nsenter", "unshare", "setpriv", "mount", "chroot")
-        if not _which(tool)
-    ]
+    missing = [tool for tool in ("mmdebstrap", "nsenter", "unshare", "setpriv", "mount", "chroot") if not _which(tool)]
     if missing:
         return f"no {', '.join(missing)} (tests/node/setup.sh installs them)"
     # Tried rather than asked: capabilities, security modules and kernels each have their own say.
@@ -269,9 +265,7 @@ class Machine:
             raise NodeError("the node is not running")
         if self._keeper.poll() is not None:
             told = self._last_words or self._hear(timeout=1.0)
-            raise NodeError(
-                f"the node has gone: {told.get('error', 'its PID 1 ended')}\n{told.get('console', '')}"
-            )
+            raise NodeError(f"the node has gone: {told.get('error', 'its PID 1 ended')}\n{told.get('console', '')}")
         if user is not None:
             command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--", *command]
         # The full path, because the environment that goes with it is the node's.
@@ -420,9 +414,7 @@ class Node(Machine):
 
     # ---- systemd
 
-    def systemctl(
-        self, *args: str, check: bool = True, timeout: float = 120.0
-    ) -> subprocess.CompletedProcess[str]:
+    def systemctl(self, *args: str, check: bool = True, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
         return self.run(["systemctl", *args], check=check, timeout=timeout)
 
     def show(self, unit: str, *properties: str) -> dict[str, str]:
@@ -511,16 +503,12 @@ class Node(Machine):
                 return ""
             for line in self.run(["loginctl", "list-sessions", "--no-legend"]).stdout.splitlines():
                 found = line.split()[0]
-                shown = self.run(
-                    ["loginctl", "show-session", found, "--property=Leader", "--value"], check=False
-                )
+                shown = self.run(["loginctl", "show-session", found, "--property=Leader", "--value"], check=False)
                 if shown.stdout.strip() == str(leader) and leader in self.unit_pids(f"session-{found}.scope"):
                     return found
             return ""
 
-        number = wait_for(
-            session, timeout=timeout, what=f"logind has a session of {user} with leader {leader}"
-        )
+        number = wait_for(session, timeout=timeout, what=f"logind has a session of {user} with leader {leader}")
         return LoginSession(id=number, user=user, scope=f"session-{number}.scope", leader=leader, unit=unit)
 
     def end_session(self, session: LoginSession, *, timeout: float = 20.0) -> None:
@@ -585,9 +573,7 @@ def install_product(target: Path) -> Path:
 
 def _has_install_target() -> bool:
     makefile = REPOSITORY / "Makefile"
-    return makefile.is_file() and any(
-        line.startswith("install:") for line in makefile.read_text().splitlines()
-    )
+    return makefile.is_file() and any(line.startswith("install:") for line in makefile.read_text().splitlines())
 
 
 def remove_leftovers() -> None:

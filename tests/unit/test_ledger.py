@@ -28,7 +28,10 @@ class Book:
             write=self.records.append,
             clock=lambda: self.now,
             wchan=lambda pid: f"wchan_{pid}",
+            still_there=lambda process: process.pid in self.lingering,
         )
+        #: PIDs that are alive although they hold nothing any more.
+        self.lingering: set[int] = set()
 
     def look(self, *holders: Holder, used: Sequence[Optional[int]] = (1523,)) -> None:
         machine = survey(*holders, used=used)
@@ -79,6 +82,16 @@ def test_everybody_who_went_by_themselves_has_a_fate(book: Book) -> None:
     book.look(*many)
     book.look()
     assert set(book.fates().values()) == {Fate.EXITED} and len(book.fates()) == len(many)
+
+
+def test_who_only_let_go_is_not_gone(book: Book) -> None:
+    book.lingering = {4711}
+    book.look(holder(listed={0: 10}))
+    book.look()
+    assert book.fates() == {} and book.told("holder-gone") == []
+    book.lingering = set()
+    book.look()
+    assert book.fates() == {4711: Fate.EXITED}
 
 
 def test_dirty_once_is_dirty_for_the_run(book: Book) -> None:

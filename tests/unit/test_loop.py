@@ -52,7 +52,11 @@ class Run:
     def __init__(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.machine = machine
         self.ledger = Ledger(
-            Story(run="0123", time=0.0), write=lambda record: None, clock=lambda: machine.now, wchan=lambda pid: ""
+            Story(run="0123", time=0.0),
+            write=lambda record: None,
+            clock=lambda: machine.now,
+            wchan=lambda pid: "",
+            still_there=lambda process: False,
         )
         monkeypatch.setattr(loop, "clock", lambda: machine.now)
 

@@ -8,7 +8,7 @@ from typing import Optional
 import pytest
 
 from gpuprestart.model import Owner, OwnerKind, Unit
-from gpuprestart.owners import CARRIERS, Names, Own, candidates, carrier, owner_of, slice_uid, unit_of
+from gpuprestart.owners import CARRIERS, Names, Own, candidates, carrier, cgroup_of, owner_of, slice_uid, unit_of
 
 from .machines import process, unit
 
@@ -286,3 +286,17 @@ def test_without_an_own_unit_nobody_is_ours() -> None:
     assert found.kind is OwnerKind.UNIT
     own = Own(unit=unit("sglang.service", condition_usec=10**12), boottime_ahead=0, ticks_per_second=100)
     assert owned("/system.slice/sglang.service.d/x", own=own).kind is OwnerKind.NONE
+
+
+@pytest.mark.case("A2")
+@pytest.mark.parametrize(
+    ("unit_name", "cgroup", "found"),
+    [
+        ("x.service", "/system.slice/x.service", "/system.slice/x.service"),
+        ("x.service", "/system.slice/x.service/.control", "/system.slice/x.service"),
+        # systemd escapes what could be taken for a file of the cgroup itself, as memory.service could.
+        ("memory.service", "/system.slice/_memory.service", "/system.slice/_memory.service"),
+    ],
+)
+def test_the_cgroup_of_a_unit_on_a_path(unit_name: str, cgroup: str, found: str) -> None:
+    assert cgroup_of(unit_name, cgroup) == found

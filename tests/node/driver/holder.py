@@ -34,7 +34,7 @@ SYS_EXIT = {"x86_64": 60, "aarch64": 93}
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--open", default="", metavar="0,3", help="open /dev/nvidia0 and 3; \"all\": all there are")
+    add("--open", default="", metavar="0,3", help='open /dev/nvidia0 and 3; "all": all there are')
     add("--path", action="append", default=[], help="open this node too")
     add("--map-only", action="store_true", help="open the nodes, map them, close them")
     add("--in-flight", action="store_true", help="leave the descriptors in a socket, taken out by nobody")
@@ -174,8 +174,17 @@ class Holder:
 
     def child_options(self, **changes: Any) -> argparse.Namespace:
         options = copy.copy(self.options)
-        for key in ("fork", "term_fork", "spawn_after", "stop", "thread_exit", "zombie", "leave", "listen",
-                    "ready_file"):
+        for key in (
+            "fork",
+            "term_fork",
+            "spawn_after",
+            "stop",
+            "thread_exit",
+            "zombie",
+            "leave",
+            "listen",
+            "ready_file",
+        ):
             setattr(options, key, None)
         for key, value in changes.items():
             setattr(options, key, value)
@@ -183,6 +192,7 @@ class Holder:
 
     def fork_child(self) -> None:
         """One that inherits everything, and for whose life, too, the memory stays charged."""
+
         def before(child: Holder) -> None:
             if self.allocations:
                 child.client.ask("share", **{"with": parent})
@@ -195,6 +205,7 @@ class Holder:
 
     def fork_fresh(self) -> None:
         """One that opens the nodes and allocates for itself."""
+
         def before(child: Holder) -> None:
             inherited, child.fds = child.fds, []
             child.open_nodes()
@@ -231,8 +242,15 @@ class Holder:
         path = self.options.ready_file
         if path:
             with open(path + ".new", "w", encoding="ascii") as file:
-                json.dump({"pid": os.getpid(), "children": self.children, "zombie": self.zombie,
-                           "allocations": self.allocations}, file)
+                json.dump(
+                    {
+                        "pid": os.getpid(),
+                        "children": self.children,
+                        "zombie": self.zombie,
+                        "allocations": self.allocations,
+                    },
+                    file,
+                )
             os.rename(path + ".new", path)
         notify("READY=1")
 
@@ -260,6 +278,7 @@ class Holder:
 
     def end_leader(self) -> NoReturn:
         """Ends this thread and no other, which Python cannot be asked to do."""
+
         def live_on() -> None:
             # Nothing tells a process that its leader is a zombie now; it only takes a moment.
             while leader_state() != b"Z":

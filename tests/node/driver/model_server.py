@@ -57,7 +57,7 @@ def visible_gpus(state: dict[str, Any]) -> list[dict[str, Any]]:
     chosen = []
     for word in wanted.split(","):
         if word.strip().isdigit():
-            found = gpus[int(word):][:1]
+            found = gpus[int(word) :][:1]
         else:
             prefix = word.strip().lower()
             found = [gpu for gpu in gpus if prefix and gpu["uuid"].lower().startswith(prefix)]
@@ -89,8 +89,10 @@ def worker(options: argparse.Namespace, rank: int, gpu: dict[str, Any], tell: in
         if refused.code != "out_of_memory":
             raise
         total, free = gpu["total"], Client().ask("state")["gpus"][gpu["order"]]["free_bytes"]
-        say(f"[TP{rank}] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB. "
-            f"GPU {rank} has a total capacity of {total / GIB:.2f} GiB, {free / GIB:.2f} GiB of it is free.")
+        say(
+            f"[TP{rank}] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {size / GIB:.2f} GiB. "
+            f"GPU {rank} has a total capacity of {total / GIB:.2f} GiB, {free / GIB:.2f} GiB of it is free."
+        )
         sys.exit(1)
     os.write(tell, b"x")
     while True:

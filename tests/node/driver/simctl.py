@@ -43,14 +43,18 @@ def show(state: dict[str, Any]) -> None:
     print(f"driver {state['driver']}{'' if state['loaded'] else ' (not loaded)'}")
     for gpu in state["gpus"]:
         trouble = "  missing" if gpu["missing"] else "  lost" if gpu["lost"] != "no" else ""
-        print(f"GPU {gpu['slot']}  {gpu['uuid']}  /dev/nvidia{gpu['minor']}  {gpu['used_bytes'] // MIB} of "
-              f"{gpu['total'] // MIB} MiB used{trouble}")
+        print(
+            f"GPU {gpu['slot']}  {gpu['uuid']}  /dev/nvidia{gpu['minor']}  {gpu['used_bytes'] // MIB} of "
+            f"{gpu['total'] // MIB} MiB used{trouble}"
+        )
         for one in state["allocations"]:
             if one["gpu"] == gpu["slot"]:
                 whose = f"pid {one['pid'] or one['list_pid']}" if one["origin"] != "leak" else "nobody"
                 how = "listed" if one["listed"] else "not listed"
-                print(f"  #{one['id']}  {one['bytes'] // MIB} MiB  {whose}  {how}"
-                      f"{'  dead' if one['gone'] is not None else ''}")
+                print(
+                    f"  #{one['id']}  {one['bytes'] // MIB} MiB  {whose}  {how}"
+                    f"{'  dead' if one['gone'] is not None else ''}"
+                )
     for fault in state["faults"]:
         words = (fault["kind"], fault["function"], fault["target"], fault["argument"])
         print(f"fault #{fault['id']}  {' '.join(words)}")

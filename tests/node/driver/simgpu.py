@@ -221,8 +221,9 @@ class Bookkeeper:
             unmet = self.unmet(request)
             if unmet is None or now >= deadline:
                 self.waiters.remove(waiter)
-                self.replies.append((connection, {"ok": True} if unmet is None else
-                                     {"ok": False, "error": "timeout", "message": unmet}))
+                self.replies.append(
+                    (connection, {"ok": True} if unmet is None else {"ok": False, "error": "timeout", "message": unmet})
+                )
         for connection, reply in self.replies:
             with contextlib.suppress(OSError):
                 connection.socket.sendall(json.dumps(reply).encode() + b"\n")
@@ -230,12 +231,16 @@ class Bookkeeper:
 
     def stamp(self, allocation: Allocation, why: str) -> dict[str, Any]:
         return {
-            "id": allocation.id, "why": why, "gpu": allocation.gpu, "instance": allocation.instance,
+            "id": allocation.id,
+            "why": why,
+            "gpu": allocation.gpu,
+            "instance": allocation.instance,
             "bytes": allocation.bytes,
             "pid": allocation.first[0] if allocation.first else None,
             "start": allocation.first[1] if allocation.first else None,
             "gone_boottime": allocation.gone,
-            "released_boottime": boottime(), "released_realtime": time.time(),
+            "released_boottime": boottime(),
+            "released_realtime": time.time(),
         }
 
     # ---- processes ----
@@ -309,11 +314,19 @@ class Bookkeeper:
         assert allocation.heir is not None
         with contextlib.suppress(Refused):
             heir = self.watch(allocation.heir)
-            self.add(Allocation(
-                id=self.books.next_id(), origin="process", gpu=allocation.gpu, instance=allocation.instance,
-                bytes=allocation.bytes, kinds=allocation.heir_kinds, first=heir, owners=[heir],
-                release_delay=self.books.release_delay,
-            ))
+            self.add(
+                Allocation(
+                    id=self.books.next_id(),
+                    origin="process",
+                    gpu=allocation.gpu,
+                    instance=allocation.instance,
+                    bytes=allocation.bytes,
+                    kinds=allocation.heir_kinds,
+                    first=heir,
+                    owners=[heir],
+                    release_delay=self.books.release_delay,
+                )
+            )
 
     def add(self, allocation: Allocation) -> Reply:
         self.books.allocations[allocation.id] = allocation
@@ -517,8 +530,15 @@ class Bookkeeper:
             raise Refused("out_of_memory", f"{size} bytes wanted on GPU {slot}, {room} free")
         first = self.watch(self.pid(request))
         allocation = Allocation(
-            id=self.books.next_id(), origin="process", gpu=slot, instance=instance, bytes=size,
-            kinds=("compute",), first=first, owners=[first], release_delay=self.books.release_delay,
+            id=self.books.next_id(),
+            origin="process",
+            gpu=slot,
+            instance=instance,
+            bytes=size,
+            kinds=("compute",),
+            first=first,
+            owners=[first],
+            release_delay=self.books.release_delay,
         )
         for other in request.get("also", []):
             allocation.owners.append(self.watch(int(other)))
@@ -543,10 +563,17 @@ class Bookkeeper:
 
     def op_leak(self, request: Request) -> Reply:
         slot, instance = self.place(request)
-        return self.add(Allocation(
-            id=self.books.next_id(), origin="leak", gpu=slot, instance=instance,
-            bytes=self.needed_size(request), kinds=(), release_delay=None,
-        ))
+        return self.add(
+            Allocation(
+                id=self.books.next_id(),
+                origin="leak",
+                gpu=slot,
+                instance=instance,
+                bytes=self.needed_size(request),
+                kinds=(),
+                release_delay=None,
+            )
+        )
 
     def op_ghost(self, request: Request) -> Reply:
         slot, instance = self.place(request)
@@ -557,11 +584,20 @@ class Bookkeeper:
                 pid = int(file.read()) - 7
             while os.path.exists(f"/proc/{pid}"):
                 pid -= 1
-        reply = self.add(Allocation(
-            id=self.books.next_id(), origin="ghost", gpu=slot, instance=instance,
-            bytes=size if charge is None else charge, list_bytes=size, list_pid=int(pid),
-            kinds=self.kinds(request.get("kind", "compute")), na=bool(request.get("na")), release_delay=None,
-        ))
+        reply = self.add(
+            Allocation(
+                id=self.books.next_id(),
+                origin="ghost",
+                gpu=slot,
+                instance=instance,
+                bytes=size if charge is None else charge,
+                list_bytes=size,
+                list_pid=int(pid),
+                kinds=self.kinds(request.get("kind", "compute")),
+                na=bool(request.get("na")),
+                release_delay=None,
+            )
+        )
         return {**reply, "pid": pid}
 
     # ---- requests about faults ----
@@ -621,8 +657,11 @@ class Bookkeeper:
                 os.fchmod(file.fileno(), 0o666)
             return {}
         calls = self.calls()
-        return {"counts": Counter(call[2] for call in calls), "pids": Counter(call[1] for call in calls),
-                "calls": calls if request.get("list") else []}
+        return {
+            "counts": Counter(call[2] for call in calls),
+            "pids": Counter(call[1] for call in calls),
+            "calls": calls if request.get("list") else [],
+        }
 
     def calls(self) -> list[list[str]]:
         """What the library logged: time in ns, pid, function, target.  Not there: nobody asked for it."""

@@ -23,12 +23,32 @@ BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF, 0x06, 0x2A, 0x38, 0x7B,
 NAMESPACE = uuid.UUID("6ba7b812-9dad-11d1-80b4-00c04fd430c8")
 
 CODES = {
-    "UNINITIALIZED": 1, "INVALID_ARGUMENT": 2, "NOT_SUPPORTED": 3, "NO_PERMISSION": 4, "NOT_FOUND": 6,
-    "INSUFFICIENT_SIZE": 7, "INSUFFICIENT_POWER": 8, "DRIVER_NOT_LOADED": 9, "TIMEOUT": 10, "IRQ_ISSUE": 11,
-    "LIBRARY_NOT_FOUND": 12, "FUNCTION_NOT_FOUND": 13, "CORRUPTED_INFOROM": 14, "GPU_IS_LOST": 15,
-    "RESET_REQUIRED": 16, "OPERATING_SYSTEM": 17, "LIB_RM_VERSION_MISMATCH": 18, "IN_USE": 19, "MEMORY": 20,
-    "NO_DATA": 21, "INSUFFICIENT_RESOURCES": 23, "ARGUMENT_VERSION_MISMATCH": 25, "NOT_READY": 27,
-    "GPU_NOT_FOUND": 28, "INVALID_STATE": 29, "UNKNOWN": 999,
+    "UNINITIALIZED": 1,
+    "INVALID_ARGUMENT": 2,
+    "NOT_SUPPORTED": 3,
+    "NO_PERMISSION": 4,
+    "NOT_FOUND": 6,
+    "INSUFFICIENT_SIZE": 7,
+    "INSUFFICIENT_POWER": 8,
+    "DRIVER_NOT_LOADED": 9,
+    "TIMEOUT": 10,
+    "IRQ_ISSUE": 11,
+    "LIBRARY_NOT_FOUND": 12,
+    "FUNCTION_NOT_FOUND": 13,
+    "CORRUPTED_INFOROM": 14,
+    "GPU_IS_LOST": 15,
+    "RESET_REQUIRED": 16,
+    "OPERATING_SYSTEM": 17,
+    "LIB_RM_VERSION_MISMATCH": 18,
+    "IN_USE": 19,
+    "MEMORY": 20,
+    "NO_DATA": 21,
+    "INSUFFICIENT_RESOURCES": 23,
+    "ARGUMENT_VERSION_MISMATCH": 25,
+    "NOT_READY": 27,
+    "GPU_NOT_FOUND": 28,
+    "INVALID_STATE": 29,
+    "UNKNOWN": 999,
 }
 
 # A process is a pid and its start time in clock ticks: a pid alone may come to mean somebody else.
@@ -150,8 +170,7 @@ class Books:
     def charged(self, gpu: int, instance: int | None = None) -> int:
         """Bytes allocated on a GPU, its instances included, or on one instance."""
         return sum(
-            a.bytes for a in self.allocations.values()
-            if a.gpu == gpu and (instance is None or a.instance == instance)
+            a.bytes for a in self.allocations.values() if a.gpu == gpu and (instance is None or a.instance == instance)
         )
 
     def used(self, gpu: Gpu) -> int:
@@ -179,8 +198,22 @@ class Books:
             yield fault.line()
         for gpu in self.gpus.values():
             yield f"gpu {gpu.slot}"
-            for key in ("uuid", "name", "pci", "minor", "lost", "mig", "arch", "bus_type", "addressing", "cc",
-                        "util", "mem_util", "total", "reserved"):
+            for key in (
+                "uuid",
+                "name",
+                "pci",
+                "minor",
+                "lost",
+                "mig",
+                "arch",
+                "bus_type",
+                "addressing",
+                "cc",
+                "util",
+                "mem_util",
+                "total",
+                "reserved",
+            ):
                 yield f"{key} {getattr(gpu, key)}"
             for key in ("missing", "memory", "memory_v2"):
                 yield f"{key} {int(getattr(gpu, key))}"

@@ -79,4 +79,3 @@ class Client:
         answer, self._pending = self._pending.split(b"\n", 1)
         reply: dict[str, Any] = json.loads(answer)
         return reply
-

@@ -93,8 +93,9 @@ class Probe:
     """A process that uses NVML; called with an expression, it gives its value or raises NvmlError."""
 
     def __init__(self, env: dict[str, str], *, init: bool = True) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", PROBE], env=env, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PROBE], env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self.process.stdout is not None
         self.process.stdout.readline()
         if init:
@@ -313,8 +314,7 @@ def test_without_a_state_there_is_no_driver(sim: Sim) -> None:
 def test_the_first_memory_call_counts_reserved_as_used(sim: Sim) -> None:
     sim.ask("reset", gpus=1, total_mib=81559, reserved_mib=904, baseline_mib=8)
     nvml = sim.probe()
-    assert nvml("v2(0)") == {"total": 81559 * MIB, "reserved": 904 * MIB, "used": 8 * MIB,
-                             "free": (81559 - 912) * MIB}
+    assert nvml("v2(0)") == {"total": 81559 * MIB, "reserved": 904 * MIB, "used": 8 * MIB, "free": (81559 - 912) * MIB}
     assert nvml("v1(0)") == {"total": 81559 * MIB, "used": 912 * MIB, "free": (81559 - 912) * MIB}
 
 
@@ -393,9 +393,7 @@ def test_scrambled_records_come_as_they_are(sim: Sim) -> None:
     assert nvml("v2(0)['used']") == 3 * MIB
 
 
-def test_older_libraries_lack_symbols(
-    sim: Sim, build: Callable[..., Path], somebody: subprocess.Popen[bytes]
-) -> None:
+def test_older_libraries_lack_symbols(sim: Sim, build: Callable[..., Path], somebody: subprocess.Popen[bytes]) -> None:
     sim.ask("alloc", gpu=0, pid=somebody.pid, mib=10)
     no_v3 = sim.probe(LD_LIBRARY_PATH=str(build("-DNO_V3")))
     with pytest.raises(NvmlError) as caught:
@@ -430,8 +428,13 @@ def test_an_error_can_pass_by_itself(sim: Sim) -> None:
     nvml = sim.probe()
     sim.ask("error", function="nvmlDeviceGetCount_v2", code="TIMEOUT", **{"for": 0.2})
     assert nvml.code("N.nvmlDeviceGetCount()") == 10
-    assert nvml("[[time.sleep(0.01) for _ in iter(lambda: lib().nvmlDeviceGetCount_v2(ctypes.byref("
-                "ctypes.c_uint())), 0)], 1][1]") == 1
+    assert (
+        nvml(
+            "[[time.sleep(0.01) for _ in iter(lambda: lib().nvmlDeviceGetCount_v2(ctypes.byref("
+            "ctypes.c_uint())), 0)], 1][1]"
+        )
+        == 1
+    )
 
 
 def test_init_fails_as_told_whichever_init_is_called(sim: Sim) -> None:
@@ -542,12 +545,14 @@ def test_instances_have_memory_of_their_own(sim: Sim, somebody: subprocess.Popen
     assert nvml(f"records(N.nvmlDeviceGetComputeRunningProcesses({one}))") == []
     assert nvml(f"records(N.nvmlDeviceGetComputeRunningProcesses({two}))") == [[somebody.pid, 60 * MIB]]
     assert nvml("[[p.pid, p.gpuInstanceId] for p in N.nvmlDeviceGetComputeRunningProcesses(h(0))]") == [
-        [somebody.pid, 2]]
+        [somebody.pid, 2]
+    ]
     assert nvml(f"N.nvmlDeviceGetIndex(N.nvmlDeviceGetHandleByUUID({uuids[1]!r}))") == 1
     assert nvml(f"N.nvmlDeviceGetUUID({two})") == uuids[1]
     assert nvml(f"N.nvmlDeviceIsMigDeviceHandle({two}).value") == 1
     assert nvml(f"N.nvmlDeviceGetUUID(N.nvmlDeviceGetDeviceHandleFromMigDeviceHandle({two}))") == nvml(
-        "N.nvmlDeviceGetUUID(h(0))")
+        "N.nvmlDeviceGetUUID(h(0))"
+    )
     assert nvml(f"[N.nvmlDeviceGetGpuInstanceId({two}), N.nvmlDeviceGetComputeInstanceId({two})]") == [2, 0]
     sim.ask("error", function="nvmlDeviceGetMemoryInfo*", gpu="0.1", code="NO_PERMISSION")
     assert (nvml.code(used.format(one)), nvml.code(used.format(two)), nvml.code("v2(0)")) == (0, 4, 0)
@@ -569,7 +574,9 @@ def test_memory_comes_back_in_one_step_after_the_end(sim: Sim, somebody: subproc
     assert nvml.receive() == [1503 * MIB, 3 * MIB]
     stamps = sim.ask("releases")["releases"]
     assert [(s["id"], s["pid"], s["bytes"]) for s in stamps] == [
-        (first["id"], pid, 1000 * MIB), (second["id"], pid, 500 * MIB)]
+        (first["id"], pid, 1000 * MIB),
+        (second["id"], pid, 500 * MIB),
+    ]
     for stamp in stamps:
         assert 0.3 <= stamp["released_boottime"] - stamp["gone_boottime"] < 5
     lines = (sim.run / "releases").read_text().splitlines()
@@ -627,8 +634,7 @@ def test_children_keep_what_they_inherited(sim: Sim, somebody: subprocess.Popen[
 @pytest.mark.parametrize("after", [0, 0.3])
 def test_memory_can_go_to_a_sibling(sim: Sim, somebody: subprocess.Popen[bytes], after: float) -> None:
     victim = process()
-    taken = sim.ask("alloc", gpu=0, pid=victim.pid, mib=90, release_delay=0, heir=somebody.pid,
-                    heir_after=after)
+    taken = sim.ask("alloc", gpu=0, pid=victim.pid, mib=90, release_delay=0, heir=somebody.pid, heir_after=after)
     nvml = sim.probe()
     # With a gap the drop can be seen, without it there is none.
     values = nvml(f"used_after_kill(0, {victim.pid}, 2, {10 if after else 1})")
@@ -641,8 +647,9 @@ def test_memory_can_go_to_a_sibling(sim: Sim, somebody: subprocess.Popen[bytes],
 
 
 def test_memory_grows_while_its_owner_lives(sim: Sim, somebody: subprocess.Popen[bytes]) -> None:
-    sim.ask("alloc", gpu=0, pid=somebody.pid, mib=10, grow_mib=10, grow_every=0.02, grow_max_mib=50,
-            release_delay="never")
+    sim.ask(
+        "alloc", gpu=0, pid=somebody.pid, mib=10, grow_mib=10, grow_every=0.02, grow_max_mib=50, release_delay="never"
+    )
     sim.ask("wait", gpu=0, used_min_mib=53)
     assert refusal(sim.ask, "wait", gpu=0, used_min_mib=54, timeout=0.2) == "timeout"
     sim.ask("update", pid=somebody.pid, grow_max_mib=1000000)
@@ -719,8 +726,21 @@ new.kill(); new.wait()
 ask("wait", released=b["id"])
 print("told apart")
 """
-    done = sim.start(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c",
-                      script, str(HERE), str(sim.home / "inner")], ready=False)
+    done = sim.start(
+        [
+            "unshare",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+            sys.executable,
+            "-c",
+            script,
+            str(HERE),
+            str(sim.home / "inner"),
+        ],
+        ready=False,
+    )
     assert done.wait(PATIENCE) == 0
 
 
@@ -733,15 +753,18 @@ def test_gpustat_shows_the_same_figures(sim: Sim, somebody: subprocess.Popen[byt
     sim.ask("leak", gpu=2, mib=540)
     sim.ask("set_gpu", gpu=3, util=100)
     sim.ask("set_gpu", gpu=4, lost="calls")
+
     def gpustat(*options: str) -> str:
-        done = subprocess.run([sys.executable, "-m", "gpustat", *options], env=sim.env, check=True,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "gpustat", *options], env=sim.env, check=True, capture_output=True, text=True
+        )
         return done.stdout
 
     gpus = json.loads(gpustat("--json"))["gpus"]
     assert [g.get("memory.used") for g in gpus] == [1526, 3, 543, 3, None, 3, 3, 3]
     assert [(p["pid"], p["gpu_memory_usage"], p["command"]) for p in gpus[0]["processes"]] == [
-        (somebody.pid, 1523, "sleep")]
+        (somebody.pid, 1523, "sleep")
+    ]
     assert (gpus[3]["utilization.gpu"], gpus[1]["memory.total"], gpus[1]["processes"]) == (100, 81559, [])
     assert [g["uuid"] for g in sim.ask("state")["gpus"]][:4] == [g["uuid"] for g in gpus[:4]]
     me = pwd.getpwuid(os.getuid()).pw_name
@@ -753,8 +776,20 @@ def test_gpustat_shows_the_same_figures(sim: Sim, somebody: subprocess.Popen[byt
 
 def test_a_holder_holds_until_it_is_told_to_end(sim: Sim) -> None:
     ready = sim.folder / "ready"
-    holder = sim.holder("--path", "/dev/null", "--gpu", "0,1", "--mib", "1523", "--ready-file", str(ready),
-                        "--comm", "VLLM::Worker_TP0", "--api-key", "secret\n")
+    holder = sim.holder(
+        "--path",
+        "/dev/null",
+        "--gpu",
+        "0,1",
+        "--mib",
+        "1523",
+        "--ready-file",
+        str(ready),
+        "--comm",
+        "VLLM::Worker_TP0",
+        "--api-key",
+        "secret\n",
+    )
     told = json.loads(ready.read_text())
     assert (told["pid"], len(told["allocations"])) == (holder.pid, 2)
     assert Path(f"/proc/{holder.pid}/comm").read_text() == "VLLM::Worker_TP\n"
@@ -786,8 +821,22 @@ def test_in_flight(sim: Sim) -> None:
 
 def test_forked_children_outlive_a_holder_that_leaves(sim: Sim) -> None:
     ready = sim.folder / "ready"
-    holder = sim.holder("--gpu", "0", "--mib", "5", "--path", "/dev/zero", "--fork", "3", "--leave",
-                        "--setsid", "--child-comm", "child", "--ready-file", str(ready))
+    holder = sim.holder(
+        "--gpu",
+        "0",
+        "--mib",
+        "5",
+        "--path",
+        "/dev/zero",
+        "--fork",
+        "3",
+        "--leave",
+        "--setsid",
+        "--child-comm",
+        "child",
+        "--ready-file",
+        str(ready),
+    )
     assert holder.wait(PATIENCE) == 0
     children = json.loads(ready.read_text())["children"]
     for child in children:
@@ -838,8 +887,9 @@ def test_a_supervised_holder_comes_back(sim: Sim) -> None:
 
 
 def test_late_allocation_and_late_children(sim: Sim) -> None:
-    holder = sim.holder("--gpu", "0", "--mib", "7", "--delay-alloc", "0.2", "--spawn-after", "0.4",
-                        "--grow", "1", "--exit-after", "30")
+    holder = sim.holder(
+        "--gpu", "0", "--mib", "7", "--delay-alloc", "0.2", "--spawn-after", "0.4", "--grow", "1", "--exit-after", "30"
+    )
     assert sim.ask("state")["allocations"] == []
     sim.ask("wait", allocated=holder.pid)
     sim.ask("wait", gpu=0, used_min_mib=3 + 14)
