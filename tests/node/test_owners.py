@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.node import image
+from tests.node.machine import Node
 from tests.node.scene import HOLDER, Run, Scene
 
 CLEAN = "/usr/bin/gpuprestart clean --json --deadline 10s"
@@ -359,6 +361,86 @@ def test_below_a_runtime_in_a_cgroup_without_an_id(scene: Scene, stage: Stage, r
 
 def _with_comm(scene: Scene, pids: Sequence[int], comm: str) -> list[int]:
     return [pid for pid in pids if scene.node.read(f"/proc/{pid}/comm").strip() == comm]
+
+
+# A real engine (A6, A7) ----------------------------------------------------------------------------------------------
+
+PODMAN = ("podman", "--runtime=runc", "--cgroup-manager=cgroupfs", "--storage-driver=vfs")
+
+#: What a container gets on the node: limits that can be set there, and the folders that a holder of the node needs.
+RUN = (
+    *("run", "--detach", "--network=none", "--pids-limit=-1", "--log-driver=k8s-file", "--device=/dev/nvidia0"),
+    *("--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"),
+    *("-v/usr:/usr:ro", "-v/opt/simgpu:/opt/simgpu:ro", "-v/run/simgpu:/run/simgpu", "-v/run/box:/run/box"),
+)
+
+ENGINE = """
+systemctl stop podman.socket podman.service
+rm -rf /var/lib/containers /run/containers /run/libpod
+mkdir -p /etc/containers /run/box /opt/box; cd /opt/box
+printf '[containers]\\nkeyring = false\\n' > /etc/containers/containers.conf
+mkdir usr opt run dev proc sys tmp etc
+for name in bin lib lib64 sbin; do ln -s usr/$name; done
+"""
+
+
+@pytest.fixture(scope="module")
+def engine(node: Node) -> Iterator[Node]:
+    """A node with podman and runc. Its layers lie in a cache of their own, so that the other nodes' are kept."""
+    cache = image.cache_directory() / "podman"
+    cache.mkdir(parents=True, exist_ok=True)
+    # What runc needs beyond what nspawn leaves to a payload: to ask for the device filter of a cgroup.
+    nspawn = ["--capability=CAP_BPF,CAP_NET_ADMIN", "--system-call-filter=bpf"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(image, "PACKAGES", (*image.PACKAGES, "podman", "runc"))
+        with Node(gpus=2, nspawn=nspawn) as booted:
+            booted.run(["sh", "-ec", ENGINE])
+            yield booted
+
+
+@pytest.fixture
+def engine_scene(engine: Node) -> Iterator[Scene]:
+    scene = Scene(engine)
+    scene.reset(gpus=2)
+    try:
+        yield scene
+    finally:
+        scene.node.run([*PODMAN, "rm", "--all", "--force", "--time=0"], timeout=60)
+        scene.strike()
+
+
+@pytest.mark.parametrize(
+    "namespace, conmon, outcome",
+    [
+        pytest.param("private", True, "protected", marks=pytest.mark.case("A7")),
+        pytest.param("host", True, "protected", marks=pytest.mark.case("A7")),
+        # Whoever killed it, the namespace is still somebody's.
+        pytest.param("private", False, "protected", marks=pytest.mark.case("A7")),
+        pytest.param("host", False, "cleaned", marks=pytest.mark.case("A6")),
+    ],
+)
+def test_a_container_of_podman(engine_scene: Scene, namespace: str, conmon: bool, outcome: str) -> None:
+    scene = engine_scene
+    unit, ready = scene.name("podman"), f"/run/box/{namespace}-{conmon}"
+    pid = ["--pid=host"] if namespace == "host" else []
+    holder = ["--rootfs", "/opt/box", *HOLD, "--ready-file", ready]
+    properties = ["Type=oneshot", "KillMode=process", "RemainAfterExit=yes"]
+    scene.node.start([*PODMAN, *RUN, *pid, *holder], unit=unit, properties=properties)
+    scene.node.wait_for(lambda: scene.node.exists(ready), timeout=10, what="the container holds GPU 0")
+    asked = [*PODMAN, "inspect", "--latest", "--format={{.State.Pid}} {{.Id}} {{.State.ConmonPid}}"]
+    main, container, monitor = scene.node.run(asked).stdout.split()
+    if not conmon:
+        scene.node.run(["kill", "-KILL", monitor])
+        scene.gpu.ask("wait", gone=int(monitor))
+    # The unit that started it is up, and says nothing about it.
+    assert scene.node.show(unit, "ActiveState") == {"ActiveState": "active"}
+    run = scene.clean("--gpus", "0")
+    if outcome == "cleaned":
+        _ended(scene, run, int(main))
+    else:
+        _refused(scene, run, int(main), f"container:podman:{container}")
+    assert run.holder(int(main))["owner"] == f"container:podman:{container}"
 
 
 # Slurm jobs ----------------------------------------------------------------------------------------------------------

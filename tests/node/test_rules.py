@@ -13,6 +13,7 @@ from tests.node.scene import HOLDER, Run, Scene
 
 MIB = 1 << 20
 HEX = "6f1c3d5a9e0b47d28c6f1c3d5a9e0b47d28c6f1c3d5a9e0b47d28c6f1c3d5a9e"
+CLEAN = "/usr/bin/gpuprestart clean --json --deadline 10s"
 HOLD = ("--open", "0", "--gpu", "0", "--mib", "900")
 
 Program = Callable[[str], str]
@@ -28,7 +29,9 @@ def program(scene: Scene) -> Iterator[Program]:
         if path not in made:
             assert not scene.node.exists(path)
             made.append(path)
-            scene.node.run(["sh", "-ec", 'mkdir -p "$(dirname $1)"; cp "$(readlink -f /usr/bin/python3)" $1', "sh", path])
+            scene.node.run(
+                ["sh", "-ec", 'mkdir -p "$(dirname $1)"; cp "$(readlink -f /usr/bin/python3)" $1', "sh", path]
+            )
         return path
 
     try:
@@ -148,7 +151,7 @@ def test_a_rule_that_refuses_says_where_it_stands(scene: Scene) -> None:
 )
 def test_overlays(scene: Scene, site: str, template: str, instance: str, outcome: str, rule: str) -> None:
     stem = scene.name("over").partition(".")[0]
-    unit = scene.server(f"{stem}@qwen.service", gpus="0")
+    unit = scene.server(f"{stem}@qwen.service", gpus="0", command=CLEAN)
     layers = {"policy": site, f"{stem}@.service": template, f"{stem}@qwen.service": instance}
     # Another instance's overlay is none of ours.
     layers[f"{stem}@llama.service"] = "refuse"
@@ -168,14 +171,14 @@ def test_overlays(scene: Scene, site: str, template: str, instance: str, outcome
 def test_an_overlays_keys_win_over_the_sites(scene: Scene) -> None:
     """Table by table and key by key: what the overlay does not say is as the site has it."""
     stem = scene.name("keys").partition(".")[0]
-    unit = scene.server(f"{stem}@qwen.service", gpus="0")
+    unit = scene.server(f"{stem}@qwen.service", gpus="0", command=CLEAN.replace("10s", "1s"))
     scene.gpu.ask("leak", gpu=0, mib=300)
     scene.policy("[memory]\nmax_used = '400 MiB'\nmin_free = '200 GiB'\n")
     scene.policy("[memory]\nmin_free = '1 GiB'\n", name=f"{stem}@.service.toml", base="")
     assert scene.start(unit)
     assert scene.verdict(unit).outcome == "clean"
     scene.node.systemctl("stop", unit)
-    scene.policy("[memory]\nmax_used = '200 MiB'\n", name=f"{stem}@qwen.service.toml", base="[deadline]\ntotal='1 s'\n")
+    scene.policy("[memory]\nmax_used = '200 MiB'\n", name=f"{stem}@qwen.service.toml", base="")
     assert not scene.start(unit)
     assert scene.verdict(unit).outcome == "unattributed"
 
@@ -205,7 +208,9 @@ def test_a_rule_that_kills_what_an_active_unit_has(scene: Scene, match: str, rea
         assert unit in run.verdict["message"]
 
 
-@pytest.mark.parametrize("match, reaches", [("user = 'alice'", False), ("session = 'ID'", True), ("session = '*'", True)])
+@pytest.mark.parametrize(
+    "match, reaches", [("user = 'alice'", False), ("session = 'ID'", True), ("session = '*'", True)]
+)
 def test_a_rule_that_kills_in_a_live_session(scene: Scene, match: str, reaches: bool) -> None:
     session, (holder,) = _in_a_session(scene, shlex.join([HOLDER, *HOLD]))
     try:
@@ -269,13 +274,15 @@ def test_a_desktop_beside_an_orphan(scene: Scene, program: Program, installed: b
     scene.gpu.ask("set_gpu", gpu=0, baseline_mib=0)
     paths = ("/usr/lib/xorg/Xorg", "/usr/bin/gnome-shell") if installed else ("/opt/game", "/usr/bin/compositor")
     draws = [
-        shlex.join([program(path), HOLDER, "--open", "all", "--gpu", "0", "--mib", str(mib), "--alloc", "kind=graphics"])
+        shlex.join(
+            [program(path), HOLDER, "--open", "all", "--gpu", "0", "--mib", str(mib), "--alloc", "kind=graphics"]
+        )
         for path, mib in zip(paths, (207, 164))
     ]
     session, desktop = _in_a_session(scene, *draws)
     try:
         _, (orphan,) = scene.orphans("--open", "all", "--gpu", "0", "--mib", "20480")
-        server = scene.server(gpus="0")
+        server = scene.server(gpus="0", command=CLEAN)
         assert scene.start(server)
         run = scene.verdict(server)
         _only(scene, run, orphan)
