@@ -14,6 +14,9 @@ from .model import Gpu, Unit
 
 NOBODY = "?"
 
+#: Where they lie, for people to look.
+FOLDER = "/run/gpuprestart/claims"
+
 
 def text(claim: Claim) -> str:
     fields = (
@@ -44,9 +47,11 @@ def of(unit: str, invocation: str, control_pid: int, gpus: Iterable[Gpu]) -> lis
 
 def foreign(texts: Mapping[str, str], gpus: Sequence[Gpu], unit: Optional[str]) -> list[Claim]:
     """Other units' claims on these GPUs, on instances of them, or on what they are instances of."""
-    concerned = {gpu.uuid for gpu in gpus} | {gpu.parent for gpu in gpus if gpu.parent}
+    ours = {gpu.uuid for gpu in gpus}
+    above = {gpu.parent for gpu in gpus}
     read = [parse(gpu, line) for gpu, line in sorted(texts.items())]
-    return [claim for claim in read if {claim.gpu, claim.parent} & concerned and claim.unit != unit]
+    # Two instances of one GPU have it in common as parent, and share no memory.
+    return [claim for claim in read if (claim.gpu in ours | above or claim.parent in ours) and claim.unit != unit]
 
 
 def holds(claim: Claim, unit: Unit) -> bool:

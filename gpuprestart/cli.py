@@ -84,7 +84,14 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .neighbours import Neighbours
     from .telling import Teller
 
-    questions = Questions(lambda: Child(answer=procfs.slow, wait=wait, at_fork=wait.forget))
+    locks = Locks()
+
+    def alone() -> None:
+        # A child that hangs outlives us, and would keep a lock that it has inherited.
+        locks.release()
+        wait.forget()
+
+    questions = Questions(lambda: Child(answer=procfs.slow, wait=wait, at_fork=alone))
     journal = Journal(journal_stream=os.environ.get("JOURNAL_STREAM", ""))
     if command.journal:
         journal.open()
@@ -103,7 +110,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         say_status=notify_status,
         extend_timeout=lambda seconds: "NOTIFY_SOCKET" in os.environ and extend_timeout(int(seconds * 1_000_000)),
         environ=os.environ,
-        locks=Locks(),
+        locks=locks,
         claims=Claims(),
     )
     try:

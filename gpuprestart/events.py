@@ -154,9 +154,9 @@ def verdict(verdict: Verdict) -> Record:
     return _record("verdict", _WEIGHTS.get(verdict.outcome, ERR), sentence(verdict), context, fields)
 
 
-def warning(context: Context, text: str, *, gpu: Optional[Gpu] = None) -> Record:
+def warning(context: Context, text: str, *, gpus: Sequence[Gpu] = ()) -> Record:
     """Something that a person should know and that does not decide: a GPU lost beside ours, a list not believed."""
-    return _record("warning", WARNING, text, context, _gpu_names([gpu] if gpu else []))
+    return _record("warning", WARNING, text, context, _gpu_names(gpus))
 
 
 # Their parts ---------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .claims import FOLDER, NOBODY
 from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
-from .report import held, indices, usage, who
+from .report import doubts, held, indices, usage, who
 from .story import Story
 
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
@@ -103,6 +104,9 @@ def _claimed(plan: Plan) -> list[Finding]:
         plural = "s" if len(gpus) > 1 else ""
         message = f"GPU{plural} {indices(gpus)} had been proved clean for {unit.name}, which is {unit.active_state}"
         hints = (f"systemctl stop {unit.name}, or give each unit GPUs of its own",)
+        if unit.name == NOBODY:
+            paths = " ".join(f"{FOLDER}/{claim.gpu}" for claim, other in plan.claims if other == unit)
+            hints = (f"the claim cannot be read: remove {paths} once no server is about to use these GPUs",)
         found.append(Finding(Outcome.PROTECTED, f"{message} and may not have allocated yet", hints))
     return found
 
@@ -186,10 +190,7 @@ def _unattributed(plan: Plan, survey: Survey, state: GpuState) -> Finding:
     if memory is not None and memory.call == "v1":
         why = "this driver has only the v1 memory call, which counts what the driver reserves as used"
         hints.insert(0, f"{why}: set memory.max_used above that")
-    if state.reading.distrust:
-        hints.append(f"the driver's process list is not believed: {state.reading.distrust}")
-    if state.reading.unlisted:
-        hints.append(f"the driver gave no whole process list: {state.reading.unlisted}")
+    hints += doubts(state.reading)
     suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
     hints += [f"{who(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
     return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))

@@ -18,7 +18,7 @@ from .faults import Interrupted
 from .host import cgroupfs, procfs
 from .host.locks import Denied
 from .host.nvidia import traces
-from .host.nvml import DriverError
+from .host.nvml import DriverError, Unanswered
 from .ledger import Ledger
 from .model import Gpu, Inventory, Outcome, Refusal, Survey, Verdict
 from .neighbours import Neighbours, clock
@@ -104,9 +104,10 @@ class _Run:
         if certain is not None and self._quick_way(certain):
             return
         start = self._start()
-        inventory, gpus = self._measure(start)
+        deadline = self._deadline(start)
+        inventory, gpus = self._measure(start, deadline)
         self._announce(start, inventory, gpus)
-        self._long_way(start, inventory, gpus)
+        self._long_way(start, inventory, gpus, deadline)
 
     # Whose start, which GPUs -----------------------------------------------------------------------------------------
 
@@ -129,13 +130,13 @@ class _Run:
         self._ledger.note(policy_files=policy.files)
         return policy
 
-    def _measure(self, start: Start) -> tuple[Inventory, tuple[Gpu, ...]]:
+    def _measure(self, start: Start, deadline: float) -> tuple[Inventory, tuple[Gpu, ...]]:
         """What the driver has, and which of it this start uses. Where that is no GPU at all, the run ends."""
         policy = start.policy
         with self._ledger.phase("measure"):
             try:
-                deadline = self._began + policy.deadline.total
-                inventory = self._host.driver.inventory(_left(policy.deadline.nvml_init, deadline))
+                until = min(self._began + policy.deadline.nvml_init, deadline)
+                inventory = self._host.driver.inventory(_left(policy.deadline.nvml_init, until))
             except DriverError as error:
                 if policy.nvml.missing == "pass" and error.missing and not traces():
                     message = "this machine has no NVIDIA device, module, node or library"
@@ -151,13 +152,18 @@ class _Run:
     def _announce(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu]) -> None:
         policy, context = start.policy, self._ledger.context
         deadline = policy.deadline.total
-        self._ledger.write(
+        self._ledger.open_with(
             events.run_started(context, gpus=gpus, policy_files=policy.files, deadline=deadline, version=__version__)
         )
-        for gpu in inventory.gpus:
-            if gpu.fault and gpu not in gpus:
-                text = f"{gpu} is not selected, but NVML cannot reach it: {gpu.fault}"
-                self._ledger.write(events.warning(context, text, gpu=gpu))
+        self._warn(inventory, gpus)
+
+    def _warn(self, inventory: Inventory, gpus: Sequence[Gpu]) -> None:
+        """Of what is lost beside our GPUs; in one record, because a clean run writes but two."""
+        lost = [gpu for gpu in inventory.gpus if gpu.fault and gpu not in gpus]
+        if lost:
+            faults = ", ".join(f"{gpu} ({gpu.fault})" for gpu in lost)
+            text = f"not selected, but NVML cannot reach it: {faults}"
+            self._ledger.write(events.warning(self._ledger.context, text, gpus=lost))
 
     # The quick way ---------------------------------------------------------------------------------------------------
 
@@ -166,7 +172,11 @@ class _Run:
         limit, and our cgroup holds only our own tree. What is not certain here is left to the long way."""
         control_pid = os.getpid()
         start = Start(unit=unit, environ=self._host.environ, policy=self._policy(unit), control_pid=control_pid)
-        _, gpus = self._measure(start)
+        try:
+            inventory, gpus = self._measure(start, self._began + SOON)
+        except Unanswered:
+            # Only systemd can tell how long this start may wait for it.
+            return False
         beside = cgroupfs.pids(owners.cgroup_of(unit, self._cgroup))
         if any(control_pid not in procfs.lineage(pid) for pid in beside):
             return False
@@ -178,23 +188,23 @@ class _Run:
             readings = self._host.driver.sample(gpus, start.policy.deadline.nvml)
         if any(reading.listed or reading.distrust or reading.unlisted for reading in readings.values()):
             return False
-        survey = Survey(at=clock(), gpus=gpus, readings=readings)
+        survey = Survey(at=clock(), gpus=gpus, readings=readings, pids_ours=_pids_ours(start.policy))
         plan = judge.plan(start.policy, survey, judge.History())
         if not plan.clean:
             return False
         self._ledger.planned(survey, plan)
+        self._warn(inventory, gpus)
         self._prove(start, gpus)
         return True
 
     # The long way ----------------------------------------------------------------------------------------------------
 
-    def _long_way(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu]) -> None:
+    def _long_way(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu], deadline: float) -> None:
         """Everything is looked at. A start on clean GPUs never comes here, and does not wait until this is loaded."""
         from . import loop
         from .survey import Surveyor
 
         policy, ledger, host = start.policy, self._ledger, self._host
-        deadline = self._deadline(start)
         if not self._checking:
             self._lock(start, gpus, deadline)
         surveyor = Surveyor(
@@ -272,6 +282,9 @@ class _Run:
                     raise Refusal(Outcome.PROTECTED, message, ["start one unit after the other (After=)"])
                 self._host.wait((), LOCK_AGAIN)
 
+
+#: Seconds in which a driver whose GPUs are initialised has given its first answer many times over.
+SOON = 1.0
 
 #: Seconds that systemd is asked for beyond the deadline, for the last look and the verdict.
 EXTENSION = 5.0

@@ -35,7 +35,7 @@ PROGRAMS = {
 
 
 def recognise(process: Process) -> Optional[str]:
-    """What kind of infrastructure the process is, or None. A deleted executable is no longer on disk to be believed."""
-    if not process.exe or not process.exe_trusted or process.exe.endswith(" (deleted)"):
+    """What kind of infrastructure the process is, or None. A deleted one is called otherwise."""
+    if not process.exe or not process.exe_trusted:
         return None
     return PROGRAMS.get(process.exe.rpartition("/")[2])

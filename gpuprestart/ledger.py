@@ -14,6 +14,7 @@ from . import events, judge
 from .faults import Interrupted
 from .model import Action, Decision, Fate, GpuState, Plan, Process, Reading, Refusal, Survey
 from .policy import Policy
+from .report import doubts
 from .story import Story
 
 #: Holders that get a record of their own when they are found; the verdict counts the rest.
@@ -47,6 +48,8 @@ class Ledger:
         self._signalled: dict[Identity, float] = {}
         self._freed: set[str] = set()
         self._recorded: set[Identity] = set()
+        self._doubted: set[str] = set()
+        self._opening: Optional[events.Record] = None
         self._phases: dict[str, float] = {}
         #: Anything stood against a start at any time in this run.
         self.dirty = False
@@ -60,6 +63,10 @@ class Ledger:
     def write(self, record: events.Record) -> None:
         self._write(record)
 
+    def open_with(self, record: events.Record) -> None:
+        """Write this first, once there is anything to tell: a run on clean GPUs needs no beginning."""
+        self._opening = record
+
     @property
     def context(self) -> events.Context:
         return events.Context(unit=self._story.unit, run=self._story.run)
@@ -68,6 +75,11 @@ class Ledger:
         """A look and what was decided on it. A holder is recorded when it is first seen, or judged anew."""
         self.note(survey=survey, plan=plan)
         self.dirty = self.dirty or not plan.clean
+        if self.dirty:
+            if self._opening is not None:
+                self._write(self._opening)
+                self._opening = None
+            self._doubt(plan)
         alive = {decision.holder.process.identity for decision in plan.decisions}
         for decision in plan.decisions:
             identity = decision.holder.process.identity
@@ -83,6 +95,13 @@ class Ledger:
             # One that only let go of the GPU has no fate, and may come back.
             if not self._still_there(decision.holder.process):
                 self.ended(decision, Fate.EXITED)
+
+    def _doubt(self, plan: Plan) -> None:
+        """Say once of each GPU that its holders had to be found without the driver's list."""
+        for state in plan.gpus:
+            for text in doubts(state.reading) if state.gpu.uuid not in self._doubted else ():
+                self._doubted.add(state.gpu.uuid)
+                self._write(events.warning(self.context, f"{state.gpu}: {text}; /proc alone tells", gpus=[state.gpu]))
 
     def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:
         """A sample of the selected GPUs between two looks: memory that is back is recorded once, when it is seen."""

@@ -33,14 +33,17 @@ def sure(verdict: Verdict, systemd: Systemd, cgroup: str) -> Verdict:
 
 def against(verdict: Verdict, unit: str, listed: frozenset[str]) -> Verdict:
     """The verdict for a unit whose SuccessExitStatus= lists these."""
-    if str(verdict.exit) not in listed:
+    if str(verdict.exit) in listed:
+        taken, why = str(verdict.exit), "so refusing with it would start the server"
+    elif "TERM" in listed:
+        taken, why = "SIGTERM", "so a hook that it ends before it can be caught would start the server"
+    else:
         return verdict
     status: Optional[int] = next((status for status in STATUSES if str(status) not in listed), None)
     others = tuple(outcome for outcome in verdict.outcomes if outcome is not Outcome.CONFIG)
-    why = f"{unit} has {verdict.exit} in SuccessExitStatus=, so refusing with it would start the server"
     return verdict._replace(
         outcomes=(Outcome.CONFIG, *others),
         exit=ABORTED if status is None else status,
-        message=f"{why}; {verdict.message}",
-        hints=(f"take {verdict.exit} out of SuccessExitStatus= of {unit}", *verdict.hints),
+        message=f"{unit} has {taken} in SuccessExitStatus=, {why}; {verdict.message}",
+        hints=(f"take {taken} out of SuccessExitStatus= of {unit}", *verdict.hints),
     )

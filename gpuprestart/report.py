@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .model import Decision, GpuState, Holder, Outcome, Verdict
+from .model import Decision, GpuState, Holder, Outcome, Reading, Verdict
 from .text import amounts, mib, printable
 
 #: What the run did, for a line that is still read when the server has been up for a month.
@@ -52,6 +52,13 @@ def usage(state: GpuState) -> str:
         return "judged by its holders" if state.reading.unified else "use unknown"
     used, limit = amounts(memory.used, state.limit)
     return f"{used} used, limit {limit}"
+
+
+def doubts(reading: Reading) -> tuple[str, ...]:
+    """What keeps the driver's process list of a GPU from being believed, or from being whole."""
+    distrust = f"the driver's process list is not believed: {reading.distrust}" if reading.distrust else ""
+    unlisted = f"the driver gave no whole process list: {reading.unlisted}" if reading.unlisted else ""
+    return tuple(filter(None, (distrust, unlisted)))
 
 
 def who(decision: Decision, gpus: Sequence[GpuState]) -> str:

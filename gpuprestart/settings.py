@@ -5,13 +5,15 @@ It gathers what the host says and hands it to the pure stages; every fault is a 
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
-from . import owners, policy, quantities
+from . import envfile, owners, policy, quantities
 from .host import files, procfs
 from .host.systemd import Systemd, SystemdError
 from .model import Outcome, Refusal
@@ -131,29 +133,21 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
 
 
 def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
-    """The variables that count here. Their values are plain words, so lines that need more than quotes are refused."""
+    """The variables that count here. systemd takes every path for a pattern, in which a backslash makes its next
+    character a plain one; where nothing fits it, or cannot be read, a unit whose line has no ``-`` does not start."""
     import glob
 
     found: dict[str, str] = {}
-    paths = sorted(glob.glob(path)) if any(sign in path for sign in "*?[") else [path]
+    paths = sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", path)))
+    if not paths and not optional:
+        raise Refusal(Outcome.CONFIG, f"EnvironmentFile={path}: {os.strerror(errno.ENOENT)}")
     for each in paths:
         try:
-            with open(each, encoding="utf-8", errors="surrogateescape") as file:
-                # A line that ends in a backslash goes on in the next one, whatever that looks like.
-                lines = file.read(1 << 20).replace("\\\n", "\0").split("\n")
+            with open(each, encoding="utf-8", errors="surrogateescape", newline="") as file:
+                text = file.read(1 << 20)
         except OSError as error:
             if optional:
                 continue
             raise Refusal(Outcome.CONFIG, f"EnvironmentFile={each}: {error.strerror}") from error
-        for number, line in enumerate(lines, start=1):
-            name = line.partition("=")[0].strip()
-            if name not in VARIABLES:
-                continue
-            try:
-                words = shlex.split(line.partition("=")[2], comments=False)
-            except ValueError as error:
-                raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: {error}") from error
-            if len(words) > 1 or "\0" in line:
-                raise Refusal(Outcome.CONFIG, f"{each}:{number}: {name}: its value is not one word", ["quote it"])
-            found[name] = words[0] if words else ""
+        found.update(pair for pair in envfile.assignments(text) if pair[0] in VARIABLES)
     return found

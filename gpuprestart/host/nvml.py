@@ -38,6 +38,10 @@ class DriverError(Exception):
         return self.code == LIBRARY_NOT_FOUND
 
 
+class Unanswered(DriverError):
+    """Nothing was said in time; the answer may still come."""
+
+
 class Answers(Protocol):
     """The part of child.Child that is used here."""
 
@@ -76,7 +80,7 @@ class Driver:
         try:
             answer = self._child.receive(timeout)
         except Silent:
-            raise DriverError(
+            raise Unanswered(
                 f"the NVIDIA driver did not answer {what} within {timeout:.0f} s",
                 remedy="look for Xid and 'blocked for more than' in dmesg; a driver that hangs needs a reboot",
             ) from None

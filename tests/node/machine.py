@@ -622,12 +622,15 @@ def _end_keeper(process: subprocess.Popen[str]) -> None:
 def _cgroup_parents() -> list[tuple[str, Path]]:
     """Where a node's cgroups go: the root of the unified hierarchy and, on a hybrid machine, that of
     systemd's own, as nspawn uses both."""
-    found = []
+    found: list[tuple[str, Path]] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         fstype, _, options = after.split(" ")[:3]
         if fstype == "cgroup2" or (fstype == "cgroup" and "name=systemd" in options.split(",")):
-            found.append((fstype, Path(before.split(" ")[4])))
+            path = Path(before.split(" ")[4])
+            # A chroot may have the same hierarchy mounted once more; a cgroup made in the one is there in the other.
+            if not any(kind == fstype and path.stat().st_dev == known.stat().st_dev for kind, known in found):
+                found.append((fstype, path))
     return found
 
 

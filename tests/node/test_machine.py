@@ -77,17 +77,13 @@ def test_systemd_is_pid_1_and_everything_is_up(node: Node) -> None:
 
 
 def test_python_of_the_node_has_what_the_product_needs(node: Node) -> None:
-    program = (
-        "import importlib.metadata as m, psutil, systemd.journal, pynvml; print(m.version('nvidia-ml-py'))"
-    )
+    program = "import importlib.metadata as m, psutil, systemd.journal, pynvml; print(m.version('nvidia-ml-py'))"
     assert node.run(["/usr/bin/python3", "-I", "-c", program]).stdout == "13.615.71\n"
     assert node.run(["gpustat", "--version"]).stdout == "gpustat 1.1.1\n"
 
 
 def test_a_service_runs_as_its_user_and_its_end_is_seen(node: Node) -> None:
-    unit = node.start(
-        ["sleep", "600"], user="model", env={"COLOUR": "green"}, properties=["KillMode=process"]
-    )
+    unit = node.start(["sleep", "600"], user="model", env={"COLOUR": "green"}, properties=["KillMode=process"])
     (pid,) = node.unit_pids(unit)
     assert node.show(unit, "MainPID", "ActiveState", "KillMode") == {
         "MainPID": str(pid),
@@ -173,9 +169,7 @@ def test_a_user_manager_runs_services_of_its_own(node: Node) -> None:
     session = node.login_session("alice", command)
     cgroup = "/user.slice/user-5002.slice/user@5002.service/app.slice/vllm.service"
     procs = f"/sys/fs/cgroup{cgroup}/cgroup.procs"
-    pid = node.wait_for(
-        lambda: node.run(["cat", procs], check=False).stdout.strip(), timeout=10, what="vllm.service"
-    )
+    pid = node.wait_for(lambda: node.run(["cat", procs], check=False).stdout.strip(), timeout=10, what="vllm.service")
     assert f"0::{cgroup}" in node.read(f"/proc/{pid}/cgroup").splitlines()
     assert node.show("vllm.service", "LoadState") == {"LoadState": "not-found"}
     node.end_session(session)
@@ -258,9 +252,7 @@ def test_wait_for_gives_the_answer_or_names_what_never_came() -> None:
 
 def test_gpus_uvm_and_other_devices_are_chosen() -> None:
     needs(machine.can_boot())
-    with Node(
-        product=False, driver=False, gpus=16, uvm=True, devices={"/dev/nvidia-caps/nvidia-cap1": 58}
-    ) as node:
+    with Node(product=False, driver=False, gpus=16, uvm=True, devices={"/dev/nvidia-caps/nvidia-cap1": 58}) as node:
         minors = {path: int(node.run(["stat", "-c", "%T", path]).stdout, 16) for path in node.devices}
         assert minors == {
             **{f"/dev/nvidia{index}": 40 + index for index in range(16)},
@@ -379,9 +371,7 @@ def test_the_next_boot_removes_what_two_killed_processes_left(node: Node) -> Non
     owner.kill()
     os.kill(keeper, signal.SIGKILL)
     owner.wait()
-    wait_for(
-        lambda: not any("process" in line for line in remains(name)), timeout=10, what="the node is dead"
-    )
+    wait_for(lambda: not any("process" in line for line in remains(name)), timeout=10, what="the node is dead")
     # Its cgroups and its folder are still there, unless another run's boot was faster than ours.
     with Node(product=False, driver=False):
         assert remains(name) == []
@@ -451,9 +441,7 @@ def test_an_interrupted_build_leaves_nothing(cache: Path, monkeypatch: pytest.Mo
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
 
-def test_layers_of_older_recipes_go_unless_they_are_in_use(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_of_older_recipes_go_unless_they_are_in_use(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image, "build_base", lambda wanted, target, *, keep: (target / "etc").mkdir())
 
     def present() -> list[Path]:

@@ -16,8 +16,8 @@ SOURCES = {path.relative_to(PACKAGE).as_posix()[:-3]: path for path in sorted(PA
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 PURE = (
-    "claims", "events", "findings", "infrastructure", "judge", "model", "owners", "places", "policy", "quantities",
-    "report", "rules", "schema", "selection", "story", "table", "text", "ties", "verdict",
+    "claims", "envfile", "events", "findings", "infrastructure", "judge", "model", "owners", "places", "policy",
+    "quantities", "report", "rules", "schema", "selection", "story", "table", "text", "ties", "verdict",
 )  # fmt: skip
 IMPURE = ("os", "time", "signal", "logging", "subprocess", "socket")
 

@@ -102,7 +102,7 @@ def samples(comm: str = "python3", text: str = "GPU 3 is lost") -> dict[str, eve
         "memory-freed": events.memory_freed(CONTEXT, state(), state(used=3 * MIB), seconds=45.01),
         "gpu-verdict": events.gpu_verdict(CONTEXT, state()),
         "verdict": events.verdict(verdict(Outcome.PROTECTED)),
-        "warning": events.warning(CONTEXT, text, gpu=Gpu(3, "GPU-3")),
+        "warning": events.warning(CONTEXT, text, gpus=[Gpu(3, "GPU-3")]),
     }
 
 
