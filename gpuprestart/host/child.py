@@ -34,6 +34,7 @@ class Child:
         self._wait = wait
         child_reads, self._requests = os.pipe2(os.O_CLOEXEC)
         self._answers, child_writes = os.pipe2(os.O_CLOEXEC)
+        self._arrived = b""
         self._reaped = False
         parent = os.getpid()
         self.pid = os.fork()
@@ -60,23 +61,25 @@ class Child:
     def receive(self, timeout: float) -> Any:
         """The answer to the oldest open request. Raises Silent after ``timeout`` seconds, Died, Interrupted."""
         deadline = time.monotonic() + timeout
-        size = int.from_bytes(self._read(4, deadline), "little")
-        return marshal.loads(self._read(size, deadline))
+        # What has come of an answer is kept, so that one that was too slow can still be waited for.
+        self._fill(4, deadline)
+        end = 4 + int.from_bytes(self._arrived[:4], "little")
+        self._fill(end, deadline)
+        body, self._arrived = self._arrived[4:end], self._arrived[end:]
+        return marshal.loads(body)
 
     def ask(self, request: Any, timeout: float) -> Any:
         self.send(request)
         return self.receive(timeout)
 
-    def _read(self, size: int, deadline: float) -> bytes:
-        parts = b""
-        while len(parts) < size:
+    def _fill(self, size: int, deadline: float) -> None:
+        while len(self._arrived) < size:
             if not self._wait([self._answers], deadline - time.monotonic()):
                 raise Silent
-            part = os.read(self._answers, size - len(parts))
+            part = os.read(self._answers, 65536)
             if not part:
                 raise Died(self._end())
-            parts += part
-        return parts
+            self._arrived += part
 
     def _end(self) -> str:
         status = self._reap(1.0)

@@ -70,6 +70,20 @@ def test_answers_come_in_the_order_of_the_requests() -> None:
     assert not alive(pid)
 
 
+def test_an_answer_that_was_too_slow_can_still_be_waited_for() -> None:
+    gate, release = os.pipe()
+    try:
+        with child(lambda request: (os.read(gate, 1), request)) as asked:
+            asked.send(1)
+            with pytest.raises(Silent):
+                asked.receive(0.02)
+            os.write(release, b"x")
+            assert asked.receive(PATIENCE) == (b"x", 1)
+    finally:
+        os.close(gate)
+        os.close(release)
+
+
 def test_a_large_answer_arrives_whole() -> None:
     with child(lambda size: b"x" * size) as asked:
         assert asked.ask(5_000_000, PATIENCE) == b"x" * 5_000_000
