@@ -280,6 +280,7 @@ class _Run:
                 if clock() >= deadline:
                     message = f"the start of {other} is judging these GPUs and was not over by the deadline"
                     raise Refusal(Outcome.PROTECTED, message, ["start one unit after the other (After=)"])
+                self._ledger.begin()
                 self._host.wait((), LOCK_AGAIN)
 
 

@@ -67,6 +67,12 @@ class Ledger:
         """Write this first, once there is anything to tell: a run on clean GPUs needs no beginning."""
         self._opening = record
 
+    def begin(self) -> None:
+        """There is something to tell: a GPU is not clean, or this run has to wait."""
+        if self._opening is not None:
+            self._write(self._opening)
+            self._opening = None
+
     @property
     def context(self) -> events.Context:
         return events.Context(unit=self._story.unit, run=self._story.run)
@@ -76,9 +82,7 @@ class Ledger:
         self.note(survey=survey, plan=plan)
         self.dirty = self.dirty or not plan.clean
         if self.dirty:
-            if self._opening is not None:
-                self._write(self._opening)
-                self._opening = None
+            self.begin()
             self._doubt(plan)
         alive = {decision.holder.process.identity for decision in plan.decisions}
         for decision in plan.decisions:
