@@ -54,8 +54,7 @@ install:  ## Install program, launcher, catalog, units and examples below DESTDI
 	chmod 755 $(bindir)/gpuprestart
 	install -m 644 units/gpuprestart.catalog $(catalogdir)
 	install -m 644 README.md LICENSE CHANGELOG.md $(docdir)
-	cp -R units/. $(docdir)/examples
-	rm $(docdir)/examples/gpuprestart.catalog
+	cd units && find . -type f ! -name gpuprestart.catalog -exec install -D -m 644 {} $(abspath $(docdir))/examples/{} \;
 
 .PHONY: clean
 clean:  ## Remove what was built here; the node's root stays in the cache

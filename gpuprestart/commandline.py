@@ -77,5 +77,5 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
         if verb == "check":
             command.add_argument("--journal", action="store_true", help="also write the verdict to the journal")
-    verbs.add_parser("status", help="GPUs and their holders; also what no verb at all does")
+    verbs.add_parser("status", help="GPUs and their holders; the default")
     return parser

@@ -79,12 +79,13 @@ _FATES: Mapping[Fate, str] = {
 def holder_found(context: Context, decision: Decision, gpus: Sequence[GpuState]) -> Record:
     """``gpus`` here and below are all selected GPUs; the record names those that the holder is tied to."""
     priority, what = _FOUND[decision.action]
-    message = f"{_where(decision, gpus)}: {who(decision, gpus)} {decision.reason}; {what}"
+    message = f"{_where(decision, gpus)}: {who(decision, gpus)} {decision.reason}; {what}{_for(context, decision)}"
     return _about_holder("holder-found", priority, message, context, decision, gpus)
 
 
 def holder_signalled(context: Context, decision: Decision, gpus: Sequence[GpuState], *, signal_name: str) -> Record:
-    message = f"{_where(decision, gpus)}: sent {signal_name} to {who(decision, gpus)}, which {decision.reason}"
+    what = f"sent {signal_name} to {who(decision, gpus)}{_for(context, decision)}"
+    message = f"{_where(decision, gpus)}: {what}; it {decision.reason}"
     priority = WARNING if signal_name == "SIGKILL" else NOTICE
     fields = {"GPUPRESTART_SIGNAL": signal_name}
     return _about_holder("holder-signalled", priority, message, context, decision, gpus, fields)
@@ -204,6 +205,12 @@ def _about_holder(
         **(more or {}),
     }
     return _record(event, priority, message, context, fields)
+
+
+def _for(context: Context, decision: Decision) -> str:
+    """Who wants it: its own unit's journal shows the record too, to people who have never heard of us."""
+    wanted = decision.action in (Action.KILL, Action.REFUSE, Action.WAIT)
+    return f" for the start of {context.unit}" if context.unit and wanted else ""
 
 
 def _object(context: Context, owner: Owner) -> str:

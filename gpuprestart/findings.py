@@ -98,7 +98,10 @@ def _protected(plan: Plan) -> list[Finding]:
 def _claimed(plan: Plan) -> list[Finding]:
     """GPUs that look free, and are promised to a unit whose server has not come to use them yet."""
     found = []
+    named = {decision.holder.owner.word for decision in plan.blocking}
     for unit in dict.fromkeys(unit for _, unit in plan.claims):
+        if f"unit:{unit.name}" in named:
+            continue  # It has come, and is named as a holder already.
         theirs = {uuid for claim, other in plan.claims if other == unit for uuid in (claim.gpu, claim.parent) if uuid}
         gpus = [state.gpu.index for state in plan.gpus if theirs & {state.gpu.uuid, state.gpu.parent}]
         plural = "s" if len(gpus) > 1 else ""
@@ -151,7 +154,7 @@ def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding
     memory = state.reading.memory
     if memory is None or memory.used <= state.limit or plan.evict or gone:
         return _not_freed(story, plan, state, gone)
-    return _unattributed(plan, survey, state)
+    return _unattributed(story, plan, survey, state)
 
 
 def _had_memory_on(story: Story, decision: Decision, uuid: str) -> bool:
@@ -179,13 +182,15 @@ def _not_freed(story: Story, plan: Plan, state: GpuState, gone: Sequence[Decisio
     return Finding(Outcome.NOT_FREED, message, (hint,))
 
 
-def _unattributed(plan: Plan, survey: Survey, state: GpuState) -> Finding:
+def _unattributed(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding:
     message = f"{_named(state)}: {usage(state)}, and nobody was seen to hold it"
     dead = survey.dead.get(state.gpu.uuid, ())
     if dead:
         verb = "is" if len(dead) == 1 else "are"
         message += f"; NVML still lists {_pids(dead)}, which {verb} in no /proc"
     hints = [f"nvidia-smi --gpu-reset -i {state.gpu.uuid} once nothing uses that GPU, else reboot"]
+    if story.checking:
+        hints.insert(0, "memory can come back minutes after its holder has ended: clean would wait for it")
     memory = state.reading.memory
     if memory is not None and memory.call == "v1":
         why = "this driver has only the v1 memory call, which counts what the driver reserves as used"

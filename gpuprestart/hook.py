@@ -280,7 +280,8 @@ class _Run:
                 if clock() >= deadline:
                     message = f"the start of {other} is judging these GPUs and was not over by the deadline"
                     raise Refusal(Outcome.PROTECTED, message, ["start one unit after the other (After=)"])
-                self._ledger.begin()
+                if self._ledger.begin():
+                    self._host.say_status(f"Waiting for the start of {other}, which is judging the same GPUs")
                 self._host.wait((), LOCK_AGAIN)
 
 

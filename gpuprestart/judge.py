@@ -137,6 +137,9 @@ def _shown(role: Role, decision: Decision) -> Decision:
         reason = f"{decision.reason}, and is not ended because the start is refused anyway"
     elif role is Role.IDLE:
         reason = f"has no memory here that counts, and {decision.reason}"
+    elif role is Role.SUSPECT:
+        # No proof that it holds anything: it is told, and stands in nobody's way.
+        return decision._replace(reason=f"may hold memory that nobody explains, and {decision.reason}")
     else:
         return decision
     return decision._replace(action=Action.NONE, reason=reason, hint="")

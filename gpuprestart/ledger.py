@@ -67,11 +67,13 @@ class Ledger:
         """Write this first, once there is anything to tell: a run on clean GPUs needs no beginning."""
         self._opening = record
 
-    def begin(self) -> None:
-        """There is something to tell: a GPU is not clean, or this run has to wait."""
-        if self._opening is not None:
-            self._write(self._opening)
-            self._opening = None
+    def begin(self) -> bool:
+        """There is something to tell: a GPU is not clean, or this run has to wait. Whether this was the first of it."""
+        if self._opening is None:
+            return False
+        self._write(self._opening)
+        self._opening = None
+        return True
 
     @property
     def context(self) -> events.Context:

@@ -34,9 +34,9 @@ def sure(verdict: Verdict, systemd: Systemd, cgroup: str) -> Verdict:
 def against(verdict: Verdict, unit: str, listed: frozenset[str]) -> Verdict:
     """The verdict for a unit whose SuccessExitStatus= lists these."""
     if str(verdict.exit) in listed:
-        taken, why = str(verdict.exit), "so refusing with it would start the server"
+        taken, why = str(verdict.exit), "which would turn this refusal into a start"
     elif "TERM" in listed:
-        taken, why = "SIGTERM", "so a hook that it ends before it can be caught would start the server"
+        taken, why = "SIGTERM", "which would turn a hook that it ends too early into a start"
     else:
         return verdict
     status: Optional[int] = next((status for status in STATUSES if str(status) not in listed), None)

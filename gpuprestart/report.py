@@ -149,7 +149,9 @@ def _holder(verdict: Verdict, decision: Decision, selected: Sequence[str], boote
 
 def table(verdict: Verdict) -> str:
     """What ``check`` prints: every GPU, every holder with what would become of it and why, the verdict, its hints."""
-    lines = [*_gpus(verdict.gpus, judged=True), "", *_holders(verdict.gpus, verdict.decisions, judged=True), ""]
+    lines = []
+    if verdict.gpus:
+        lines = [*_gpus(verdict.gpus, judged=True), "", *_holders(verdict.gpus, verdict.decisions, judged=True), ""]
     others = "".join(f" (also: {outcome.value})" for outcome in verdict.outcomes[1:])
     lines.append(f"{verdict.outcome.value}{others}, exit status {verdict.exit}: {printable(verdict.message)}")
     lines += [f"  hint: {printable(hint)}" for hint in verdict.hints]
@@ -199,8 +201,7 @@ def _holders(gpus: Sequence[GpuState], decisions: Sequence[Decision], *, judged:
             "-" if share is None else mib(share),
             ",".join(holder.evidence) or "-",
         ]
-        rule = "" if decision.rule is None else f" (rule {printable(decision.rule, 64)})"
-        rows.append([*row, decision.action.value, printable(decision.reason) + rule] if judged else row)
+        rows.append([*row, decision.action.value, printable(decision.reason)] if judged else row)
     return _columns(rows, right=(0, 5))
 
 

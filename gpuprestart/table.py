@@ -47,7 +47,7 @@ def _own_previous(policy: Policy, holder: Holder) -> Row:
     owner = holder.owner
     assert owner.unit
     if carrier(owner.unit.name):
-        return Action.REFUSE, f"was left in {owner.unit.name}, whose processes are other people's work", _LOOK
+        return Action.REFUSE, f"was left in {owner.unit.name}, whose processes are other people's work", _look(holder)
     return Action.KILL, f"was left behind by an earlier run of {owner.unit.name}", ""
 
 
@@ -68,7 +68,11 @@ def _unit(policy: Policy, holder: Holder) -> Row:
         reason = f"belongs to {unit.name}, which is deactivating (TimeoutStopSec={unit.timeout_stop or 'unknown'})"
         return Action.WAIT, reason, f"wait for {unit.name} to stop, or systemctl kill --signal=SIGKILL {unit.name}"
     if unit.active_state not in ("inactive", "failed"):
-        return Action.REFUSE, f"belongs to {unit.name}, whose state {unit.active_state} is not known here", _LOOK
+        return (
+            Action.REFUSE,
+            f"belongs to {unit.name}, whose state {unit.active_state} is not known here",
+            _look(holder),
+        )
     state = "has failed" if unit.active_state == "failed" else "is inactive"
     doubt = _doubt(owner, unit)
     if doubt and not policy.dedicated:
@@ -133,15 +137,18 @@ def _none(policy: Policy, holder: Holder) -> Row:
     owner = holder.owner
     if policy.dedicated and owner.orphan:
         return Action.KILL, "belongs to no unit, session or container, and its parent is gone", ""
-    return Action.REFUSE, "belongs to no unit, session or container", _DEDICATED if owner.orphan else _LOOK
+    return Action.REFUSE, "belongs to no unit, session or container", _DEDICATED if owner.orphan else _look(holder)
 
 
 def _unknown(policy: Policy, holder: Holder) -> Row:
     owner = holder.owner
-    return Action.REFUSE, f"has an owner that could not be established: {owner.doubt}", _LOOK
+    return Action.REFUSE, f"has an owner that could not be established: {owner.doubt}", _look(holder)
 
 
-_LOOK = "look at it with systemctl status PID, and end it yourself if it is stale"
+def _look(holder: Holder) -> str:
+    return f"look at it with systemctl status {holder.process.pid}, and end it yourself if it is stale"
+
+
 _DEDICATED = "end it yourself, or set owners.dedicated = true if nobody else may use this machine's GPUs"
 
 _ROWS: Mapping[OwnerKind, Callable[[Policy, Holder], Row]] = {

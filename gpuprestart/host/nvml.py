@@ -87,7 +87,12 @@ class Driver:
         except Died as error:
             raise DriverError(f"the process that asked NVML for {what} {error}") from None
         if "error" in answer:
-            raise DriverError(f"NVML cannot be used: {answer['text']}", code=answer["error"])
+            missing = answer["text"].startswith("No module named")
+            raise DriverError(
+                f"NVML cannot be used: {answer['text']}",
+                code=answer["error"],
+                remedy="install nvidia-ml-py for the system's own python3, which sees no venv" if missing else "",
+            )
         return answer
 
 

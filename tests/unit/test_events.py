@@ -135,7 +135,7 @@ def test_holder_found_names_gpu_process_owner_amounts_and_reason() -> None:
     record = events.holder_found(CONTEXT, decision(), [state(), state(1)])
     assert record.message == (
         "GPU 0 (1523 MiB used, limit 64 MiB): python3[4711] (user model, 1520 MiB)"
-        " was left behind by old.service, which is failed; it is to be ended"
+        " was left behind by old.service, which is failed; it is to be ended for the start of sglang-qwen.service"
     )
     assert record.priority == events.NOTICE
     assert record.fields == {
@@ -171,7 +171,8 @@ def test_holder_found_names_gpu_process_owner_amounts_and_reason() -> None:
 )
 def test_holder_found_by_action(action: Action, priority: int, end: str) -> None:
     record = events.holder_found(CONTEXT, decision(action), [state()])
-    assert record.priority == priority and record.message.endswith("; " + end)
+    wanted = "" if action in (Action.SPARE, Action.NONE) else " for the start of sglang-qwen.service"
+    assert record.priority == priority and record.message.endswith("; " + end + wanted)
     assert record.fields["GPUPRESTART_ACTION"] == action.value
 
 
@@ -228,8 +229,10 @@ def test_an_owner_that_is_no_unit_is_named_by_its_word() -> None:
 def test_holder_signalled(name: str, priority: int) -> None:
     record = events.holder_signalled(CONTEXT, decision(), [state()], signal_name=name)
     assert record.fields["GPUPRESTART_SIGNAL"] == name and record.priority == priority
-    assert f": sent {name} to python3[4711] (user model, 1520 MiB)" in record.message
-    assert record.message.endswith("which was left behind by old.service, which is failed")
+    assert (
+        f": sent {name} to python3[4711] (user model, 1520 MiB) for the start of sglang-qwen.service;" in record.message
+    )
+    assert record.message.endswith("; it was left behind by old.service, which is failed")
 
 
 @pytest.mark.parametrize(

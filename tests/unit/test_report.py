@@ -223,7 +223,7 @@ def test_table() -> None:
         "",
         " PID  USER   COMMAND  OWNER             GPU    MEMORY  EVIDENCE  ACTION  REASON",
         f"4711  model  python3  unit:old.service  0    1520 MiB  nvml      kill    {reason}",
-        f"4711  model  sh       unit:old.service  0-2         -  fd        spare   {reason} (rule mine)",
+        f"4711  model  sh       unit:old.service  0-2         -  fd        spare   {reason}",
         "",
         "protected (also: unknown), exit status 75: GPU 3 is held by ollama.service (ollama[812], 5120 MiB)",
         "  hint: systemctl stop ollama.service",
