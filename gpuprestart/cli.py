@@ -31,7 +31,10 @@ def run() -> None:
     status = main(sys.argv[1:])
     if status == ABORTED:
         _abort()
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is closed and told. To take the interpreter apart first would only keep a server waiting.
+    os._exit(status)
 
 
 def _abort() -> None:

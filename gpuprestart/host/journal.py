@@ -59,9 +59,7 @@ class Journal:
             import socket
 
             if self._sendv is None:
-                from systemd import journal
-
-                self._sendv = journal.sendv
+                self._sendv = _load_sendv()
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gate:
                 gate.connect(self._socket_path)
                 self._gate = gate.detach()
@@ -113,6 +111,17 @@ class Journal:
         except OSError:
             return False
         return self._stream == f"{stat.st_dev}:{stat.st_ino}"
+
+
+def _load_sendv() -> Callable[..., object]:
+    """The library's call. Its module systemd.journal only hands this function on, and loads logging, uuid and traceback
+    for other purposes, which takes as long as loading half of this program."""
+    try:
+        from systemd._journal import sendv
+    except ImportError:
+        from systemd.journal import sendv
+    found: Callable[..., object] = sendv
+    return found
 
 
 def _framed(message: str, message_id: str, priority: int, fields: Fields) -> Iterable[bytes]:
