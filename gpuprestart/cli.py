@@ -6,6 +6,7 @@ initialises while the rest of the program is loaded. So what is imported up here
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
     from .commandline import Command
 
+#: That of ``internal``.
+EX_SOFTWARE = 70
+
 #: Stands for an end by SIGABRT, as a shell shows it.
 ABORTED = 134
 
@@ -28,7 +32,13 @@ SUSPECT = ("LD_", "NVML_")
 
 def run() -> None:
     """The console entry."""
-    status = main(sys.argv[1:])
+    try:
+        status = main(sys.argv[1:])
+    except Exception:  # noqa: BLE001  No status but those of the contract, also where not even a child can be forked.
+        import traceback
+
+        traceback.print_exc()
+        status = EX_SOFTWARE
     if status == ABORTED:
         _abort()
     sys.stdout.flush()
@@ -118,14 +128,12 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     )
     try:
         verdict = hook.run(command.options, host, checking=command.verb != "clean")
-    except Exception as error:  # noqa: BLE001  Whatever it is, systemd must hear a status that refuses.
-        import traceback
-
-        traceback.print_exc()
-        verdict = hook.failed(error, host)
     finally:
         wait.deafen()
         questions.end()
+    # What a process calls itself may be more than a locale can say.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     status = Teller(journal=journal, notify=notify_status, out=sys.stdout, err=sys.stderr).tell(command, verdict)
     journal.close()
     return status

@@ -23,6 +23,8 @@ class Options(NamedTuple):
     policy: Optional[str] = None
     gpus: Optional[tuple[str, ...]] = None
     deadline: Optional[str] = None
+    #: Shows what there is and judges nothing.
+    status: bool = False
 
 
 class Command(NamedTuple):
@@ -34,16 +36,24 @@ class Command(NamedTuple):
 
 
 HOOK = Command(verb="clean", journal=True)
-STATUS = Command(verb="status", options=Options(gpus=("all",)))
+STATUS = Command(verb="status", options=Options(gpus=("all",), status=True))
 
 
 def parse(arguments: Sequence[str]) -> Command:
     """The command. Raises SystemExit, with EX_USAGE for a line that is wrong and 0 for ``--help`` and ``--version``."""
     if list(arguments) == ["clean"]:
         return HOOK
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
     if given.verb in (None, "status"):
         return STATUS
+    if given.deadline is not None:
+        from .quantities import duration
+
+        try:
+            duration(given.deadline, positive=True)
+        except ValueError as error:
+            parser.error(f"argument --deadline: {error}")
     gpus = tuple(given.gpus.split(",")) if given.gpus is not None else None
     options = Options(unit=given.unit, policy=given.policy, gpus=gpus, deadline=given.deadline)
     return Command(verb=given.verb, options=options, json=given.json, journal=given.verb == "clean" or given.journal)

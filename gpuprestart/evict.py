@@ -65,7 +65,7 @@ def _opened(decisions: Sequence[Decision], witness: Witness) -> Iterator[list[Ta
         for decision in decisions:
             descriptor = pidfd.open_pidfd(decision.holder.process.pid)
             if descriptor is None:
-                witness.ended(decision, Fate.EXITED)
+                witness.ended(decision, Fate.GONE)
                 continue
             stack.callback(pidfd.close, descriptor)
             targets.append(Target(decision=decision, pidfd=descriptor))

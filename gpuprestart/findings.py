@@ -7,7 +7,7 @@ are read by somebody who was woken for them, so the most useful hint comes first
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from .claims import FOLDER, NOBODY
 from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
@@ -41,11 +41,18 @@ def against(story: Story) -> list[Finding]:
     found += _protected(plan) + _claimed(plan)
     found += _unkillable(story)
     found += _respawning(story, plan)
+    dirty = [state for state in plan.gpus if not state.clean and not state.unknown]
     if any(finding.outcome in _EXPLAIN for finding in found):
-        return found
+        # Where nobody that was named or would have been ended has anything, somebody or something else is the reason.
+        told = _told(story, plan)
+        return found + [
+            _dirty(story, plan, survey, state) for state in dirty if not told & {state.gpu.uuid, state.gpu.parent}
+        ]
     if story.checking and plan.evict:
-        return [*found, _to_be_cleaned(plan)]
-    found += [_dirty(story, plan, survey, state) for state in plan.gpus if not state.clean and not state.unknown]
+        found.append(_to_be_cleaned(plan))
+        dirty = [state for state in dirty if not any(state.gpu.uuid in held(each.holder) for each in plan.evict)]
+        plan = plan._replace(evict=())
+    found += [_dirty(story, plan, survey, state) for state in dirty]
     if plan.evict and not found:
         found.append(_unended(story, plan))
     if plan.clean and not story.proved and not found:
@@ -55,6 +62,14 @@ def against(story: Story) -> list[Finding]:
 
 #: Where one of these is found, GPUs that are not clean need no other reason.
 _EXPLAIN = (Outcome.PROTECTED, Outcome.RESPAWNING, Outcome.UNKILLABLE)
+
+
+def _told(story: Story, plan: Plan) -> set[Optional[str]]:
+    """UUIDs of the GPUs that somebody has who is in the way, would be ended, or cannot be ended."""
+    survived = [each for each in story.seen if story.fates.get(each.holder.process.identity) is Fate.SURVIVED]
+    some = (*plan.blocking, *plan.awaited, *plan.evict, *plan.later, *plan.respited, *survived)
+    claimed = {uuid for claim, _ in plan.claims for uuid in (claim.gpu, claim.parent)}
+    return {uuid for each in some for uuid in held(each.holder)} | claimed - {None}
 
 
 def _interrupted(story: Story) -> Finding:
@@ -142,7 +157,8 @@ def _respawning(story: Story, plan: Plan) -> list[Finding]:
 
 
 def _to_be_cleaned(plan: Plan) -> Finding:
-    dirty = [state for state in plan.gpus if not state.clean]
+    theirs = {uuid for each in plan.evict for uuid in held(each.holder)}
+    dirty = [state for state in plan.gpus if not state.clean and state.gpu.uuid in theirs]
     where = f"{_where(dirty)}: " if dirty else ""
     message = f"{where}clean would end {count(len(plan.evict), 'stale holder')}: {_names(plan.evict)}"
     return Finding(Outcome.NOT_FREED, message, ("gpuprestart clean does it, and so does the start of the unit",))

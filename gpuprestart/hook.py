@@ -60,18 +60,17 @@ def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
         verdict = conclude(ledger.story(refusal=Refusal(Outcome.UNKNOWN, str(error), hints)))
     except Interrupted as interrupted:
         verdict = conclude(ledger.story(interrupted=interrupted))
+    except Exception as error:  # noqa: BLE001  Whatever it is, systemd must hear a status that refuses.
+        import traceback
+
+        traceback.print_exc()
+        message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
+        fault = Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
+        verdict = conclude(ledger.story(refusal=fault))
     finally:
         host.deafen()
         host.locks.release()
     return verdict if checking else refusing.sure(verdict, host.systemd, procfs.own_cgroup())
-
-
-def failed(error: Exception, host: Neighbours) -> Verdict:
-    """The verdict on a run that a fault of this program ended."""
-    message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
-    refusal = Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
-    verdict = conclude(Story(run=_run_id(host), time=time.time(), boot_id=_boot_id(), refusal=refusal))
-    return refusing.sure(verdict, host.systemd, procfs.own_cgroup())
 
 
 def _silent(record: events.Record) -> None:
@@ -100,7 +99,11 @@ class _Run:
         self._lineage = procfs.lineage(os.getpid())
 
     def straight_line(self) -> None:
-        certain = None if self._options.unit else settings.certain_unit(self._host.environ, self._cgroup)
+        certain = (
+            None
+            if self._options.unit is not None or self._options.status
+            else settings.certain_unit(self._host.environ, self._cgroup)
+        )
         if certain is not None and self._quick_way(certain):
             return
         start = self._start()
@@ -113,10 +116,11 @@ class _Run:
 
     def _start(self) -> Start:
         """By systemd's word. A unit that was named chooses policy and GPUs; its processes are not ours to end."""
-        if self._options.unit:
-            unit = settings.full_name(self._options.unit)
+        if self._options.unit is not None:
+            unit = owners.full_name(self._options.unit)
+            policy = self._policy(unit)
             environ = settings.environment_of(self._host.systemd, unit)
-            return Start(unit=unit, environ=environ, policy=self._policy(unit))
+            return Start(unit=unit, environ=environ, policy=policy)
         own = settings.own_unit(self._host.systemd, self._cgroup, self._lineage)
         if own is None:
             return Start(unit=None, environ=None, policy=self._policy(None))
@@ -126,7 +130,13 @@ class _Run:
 
     def _policy(self, unit: Optional[str]) -> Policy:
         self._ledger.note(unit=unit)
-        policy = settings.load(unit, file=self._options.policy, deadline=self._options.deadline)
+        try:
+            policy = settings.load(unit, file=self._options.policy, deadline=self._options.deadline)
+        except Refusal:
+            # What is on the GPUs can be shown whatever a policy says of them.
+            if not self._options.status:
+                raise
+            policy = Policy()
         self._ledger.note(policy_files=policy.files)
         return policy
 
@@ -184,8 +194,11 @@ class _Run:
             return False
         if self._foreign_claims(start, gpus):
             return False
-        with self._ledger.phase("measure"):
-            readings = self._host.driver.sample(gpus, start.policy.deadline.nvml)
+        try:
+            with self._ledger.phase("measure"):
+                readings = self._host.driver.sample(gpus, min(start.policy.deadline.nvml, SOON))
+        except Unanswered:
+            return False
         if any(reading.listed or reading.distrust or reading.unlisted for reading in readings.values()):
             return False
         survey = Survey(at=clock(), gpus=gpus, readings=readings, pids_ours=_pids_ours(start.policy))

@@ -72,6 +72,7 @@ def plan(policy: Policy, survey: Survey, history: History) -> Plan:
         later=having(Role.LATER),
         awaited=having(Role.AWAITED),
         suspects=having(Role.SUSPECT),
+        respited=having(Role.RESPITED),
         unexplained=unexplained,
         claims=claims,
     )

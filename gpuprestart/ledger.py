@@ -47,7 +47,8 @@ class Ledger:
         self._killed: dict[Identity, float] = {}
         self._signalled: dict[Identity, float] = {}
         self._freed: set[str] = set()
-        self._recorded: set[Identity] = set()
+        #: What was last recorded of each holder.
+        self._recorded: dict[Identity, tuple[Action, str]] = {}
         self._doubted: set[str] = set()
         self._opening: Optional[events.Record] = None
         self._phases: dict[str, float] = {}
@@ -89,11 +90,12 @@ class Ledger:
         alive = {decision.holder.process.identity for decision in plan.decisions}
         for decision in plan.decisions:
             identity = decision.holder.process.identity
-            before = self._seen.get(identity)
             self._seen[identity] = decision
-            changed = before is None or (before.action, before.reason) != (decision.action, decision.reason)
-            if changed and decision.action is not Action.NONE and len(self._recorded) < MOST_FOUND:
-                self._recorded.add(identity)
+            judged = (decision.action, decision.reason)
+            changed = self._recorded.get(identity) != judged
+            # A clean run writes its verdict and hardly more, whoever is spared on its GPUs.
+            if self.dirty and changed and decision.action is not Action.NONE and len(self._recorded) < MOST_FOUND:
+                self._recorded[identity] = judged
                 self._write(events.holder_found(self.context, decision, plan.gpus))
         for identity, decision in self._seen.items():
             if identity in alive or identity in self._fates or decision.action is Action.NONE:
@@ -171,6 +173,10 @@ class Ledger:
             if identity in self._fates:
                 continue
             decision = self._seen[identity]
+            if not self._still_there(decision.holder.process):
+                # It died after the last time that anybody looked.
+                self.ended(decision, Fate.KILLED)
+                continue
             survivors[identity] = self._wchan(identity[0])
             self._fates[identity] = Fate.SURVIVED
             self._write(

@@ -58,7 +58,8 @@ def clean(
             history = judge.ended(history, attributed=ledger.ended_attributed)
             settled = False
             continue
-        again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began))
+        # Memory that is low from the first sample on must have the time to settle before the next look.
+        again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began), policy.memory.settle + 1.0)
         until = min(deadline, again, *_moments(policy, plan, history, protected_until))
         settled = _drain(policy, plan, surveyor, host, ledger, until=until)
 

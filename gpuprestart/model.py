@@ -345,6 +345,8 @@ class Plan(NamedTuple):
     awaited: tuple[Decision, ...]
     #: May hold unexplained memory, but are nobody's to end.
     suspects: tuple[Decision, ...]
+    #: Stale, and not ended because the start is refused anyway.
+    respited: tuple[Decision, ...] = ()
     #: UUIDs of the GPUs on which no living holder explains more than may be used.
     unexplained: frozenset[str] = frozenset()
     #: GPUs that another unit was given and may be about to use.

@@ -78,6 +78,15 @@ def cgroup_of(unit: str, cgroup: str) -> str:
     return "/".join(parts[: place + 1])
 
 
+#: The suffixes of units (systemd.unit(5)). A name may have other dots: sglang-qwen2.5 is a service.
+TYPES = ("service", "scope", "slice", "socket", "target", "timer", "path", "mount", "automount", "swap", "device")
+
+
+def full_name(unit: str) -> str:
+    """``x`` means ``x.service``, as for systemctl."""
+    return unit if unit.rpartition(".")[2] in TYPES else f"{unit}.service"
+
+
 def carrier(unit: str) -> bool:
     """Whether a unit's processes are other people's work, so that an inactive unit says nothing about them."""
     name = unit.rpartition(".")[0]

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Optional
 
 from .model import Action, Decision, Holder, OwnerKind
-from .owners import over
+from .owners import full_name, over
 from .policy import Match, Policy, Rule
 
 
@@ -87,7 +87,7 @@ def _unread(match: Match, holder: Holder) -> str:
 
 
 def _suffixed(pattern: str) -> str:
-    return pattern if "." in pattern or "*" in pattern else f"{pattern}.service"
+    return pattern if "*" in pattern else full_name(pattern)
 
 
 def _is_container(name: str, wanted_name: str) -> bool:

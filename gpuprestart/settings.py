@@ -30,30 +30,21 @@ _SAFE = ("the file and its folders must be root's, and writable by nobody else: 
 CONTROL_STATES = ("condition", "start-pre", "stop-post")
 
 
-def full_name(unit: str) -> str:
-    """``x`` means ``x.service``, as for systemctl."""
-    return unit if "." in unit else f"{unit}.service"
-
-
 # The policy ----------------------------------------------------------------------------------------------------------
 
 
 def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -> Policy:
     """The policy for a unit, from ``file`` or from the search path, with the command line's deadline over it."""
-    layers = [_layer(file, overlay=False)] if file else []
-    names = [] if file else [("policy.toml", False)]
-    names += [(name, True) for name in (policy.overlay_names(unit) if unit else ())]
-    for name, overlay in names:
+    layers = [_layer(file, overlay=False)] if file is not None else []
+    names = [("policy.toml", False), *((name, True) for name in (policy.overlay_names(unit) if unit else ()))]
+    for name, overlay in names if file is None else ():
         path = files.find_first(name, FOLDERS)
         if path is not None:
             layers.append(_layer(path, overlay=overlay))
     loaded = policy.parse([layer for layer in layers if layer is not None])
     if deadline is None:
         return loaded
-    try:
-        total = quantities.duration(deadline, positive=True)
-    except ValueError as error:
-        raise Refusal(Outcome.CONFIG, f"--deadline: {error}") from error
+    total = quantities.duration(deadline, positive=True)
     return loaded._replace(deadline=loaded.deadline._replace(total=total))
 
 

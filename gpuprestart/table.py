@@ -18,7 +18,9 @@ from .policy import Policy
 def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
     """What the table says of one holder: infrastructure, rules, our own unit, then its owner."""
     program = infrastructure.recognise(holder.process)
-    decision = rules.first_match(policy, holder, now=survey.at, infrastructure=program is not None)
+    decision = None
+    if holder.process.pid not in survey.kin:
+        decision = rules.first_match(policy, holder, now=survey.at, infrastructure=program is not None)
     if decision is None and program is not None:
         return Decision(holder=holder, action=Action.SPARE, reason=f"is infrastructure ({program})")
     decision = decision or _by_owner(policy, holder)

@@ -18,6 +18,14 @@ class Denied(Exception):
     """The folder cannot be used; the text says why."""
 
 
+def _make(*folders: str) -> None:
+    """Make these folders, which root writes and everybody reads, whatever UMask= the unit has."""
+    for folder in folders:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+            os.chmod(folder, 0o755)
+
+
 class Locks:
     """Locks by UUID, taken in UUID order so that two runs cannot wait for each other."""
 
@@ -43,7 +51,7 @@ class Locks:
 
     def _take(self, uuid: str, holder: str) -> str | None:
         try:
-            os.makedirs(self._folder + "/locks", mode=0o755, exist_ok=True)
+            _make(self._folder, self._folder + "/locks")
             descriptor = os.open(
                 f"{self._folder}/locks/{uuid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
@@ -70,6 +78,7 @@ class Claims:
     """Small files by UUID, each one line of text."""
 
     def __init__(self, folder: str = RUN) -> None:
+        self._run = folder
         self._folder = folder + "/claims"
 
     def read(self) -> dict[str, str]:
@@ -94,8 +103,9 @@ class Claims:
         """Put one there in one step. Raises Denied."""
         aside = f"{self._folder}/.{uuid}.{os.getpid()}"
         try:
-            os.makedirs(self._folder, mode=0o755, exist_ok=True)
+            _make(self._run, self._folder)
             with open(aside, "w", encoding="utf-8") as file:
+                os.fchmod(file.fileno(), 0o644)
                 file.write(text)
             os.rename(aside, f"{self._folder}/{uuid}")
         except OSError as error:

@@ -6,6 +6,7 @@ good answer would be for the run.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -56,11 +57,13 @@ class Driver:
     def __init__(self, child: Answers) -> None:
         self._child = child
         self._inventory: Inventory | None = None
+        #: Answers that were given up on. Should they still come, they come before any other.
+        self._late = 0
 
     def inventory(self, timeout: float) -> Inventory:
         """The answer to ``("init",)``, which the child was sent before anything else; asked again, the same."""
         if self._inventory is None:
-            answer = self._receive("nvmlInit", timeout)
+            answer = self._receive("nvmlInit", timeout, timeout)
             gpus = tuple(Gpu(**gpu) for gpu in answer["gpus"])
             self._inventory = Inventory(driver=answer["driver"], nvml_path=answer["path"], gpus=gpus)
         return self._inventory
@@ -69,16 +72,20 @@ class Driver:
         """A reading of each GPU by UUID. A GPU that failed at the start has a reading that says so."""
         reachable = [gpu for gpu in gpus if gpu.uuid and not gpu.fault]
         self._child.send(("sample", [gpu.uuid for gpu in reachable]))
-        answer = self._receive("a query", timeout)
+        self._late += 1
+        until = time.monotonic() + timeout
+        while self._late:
+            answer = self._receive("a query", max(0.0, until - time.monotonic()), timeout)
+            self._late -= 1
         readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
         pid_max = _pid_max()
         for gpu in reachable:
             readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
         return readings
 
-    def _receive(self, what: str, timeout: float) -> Any:
+    def _receive(self, what: str, left: float, timeout: float) -> Any:
         try:
-            answer = self._child.receive(timeout)
+            answer = self._child.receive(left)
         except Silent:
             raise Unanswered(
                 f"the NVIDIA driver did not answer {what} within {timeout:.0f} s",

@@ -240,22 +240,29 @@ def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
 
 
 def _device_behind(table: int, name: str) -> int | None:
-    """The device number of the character device that a descriptor is open on, or None.
+    """The device number of the character device that a descriptor is open on, or None."""
+    kind, number = _kind(table, name.encode())
+    return number if kind is not None and stat.S_ISCHR(kind) else None
+
+
+def _kind(directory: int, path: bytes) -> tuple[int | None, int]:
+    """The mode of a file and the device number that it stands for; None for one that is not there.
 
     statx(2) is told not to ask whoever serves the file system: a file on a network mount whose server is gone would
     hang the whole run, and what kind of file it is the kernel knows without asking.
     """
     libc = _load_libc()
-    if libc.statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_TYPE, _statx) != 0:
-        return None
+    if libc.statx(directory, path, _AT_STATX_DONT_SYNC, _STATX_TYPE, _statx) != 0:
+        return None, 0
     (mode,) = _MODE.unpack_from(_statx, 28)
-    return os.makedev(*_RDEV.unpack_from(_statx, 128)) if stat.S_ISCHR(mode) else None
+    return mode, os.makedev(*_RDEV.unpack_from(_statx, 128))
 
 
 #: struct statx is 256 bytes: stx_mode is at 28, stx_rdev_major and _minor at 128 (include/uapi/linux/stat.h).
 _statx: Any = None
 _MODE = struct.Struct("H")
 _RDEV = struct.Struct("II")
+_AT_FDCWD = -100
 _AT_STATX_DONT_SYNC = 0x4000
 _STATX_TYPE = 1
 
@@ -331,9 +338,11 @@ def slow(request: tuple[str, Any]) -> Any:
         return None
 
 
-#: A line of a maps file that may be a device: its address range and its path. A node has "nvidia" in its name or lies
-#: in /dev, and so has what a container's runtime makes.
-_MAPPING = re.compile(rb"^([0-9a-f]+-[0-9a-f]+) .* (/\S*(?:nvidia|/dev/).*|/dev/.*)$", re.MULTILINE)
+#: A line of a maps file that may be a device: its address range and its path. What lies where programs and libraries do
+#: is none, and there is so much of it that it is passed over.
+_MAPPING = re.compile(
+    rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ \S+ \d+ +(/(?!usr/|lib|bin/|sbin/)(?!.*\.so\b).*)$", re.MULTILINE
+)
 
 
 def _mapped_devices(pid: int, devices: list[int]) -> list[int] | None:
@@ -351,13 +360,10 @@ def _mapped_devices(pid: int, devices: list[int]) -> list[int] | None:
         return []
     found = set()
     for span, path in lines:
-        for look in (f"/proc/{pid}/map_files/{span.decode()}", f"/proc/{pid}/root{os.fsdecode(path)}"):
-            # Without CAP_SYS_ADMIN the first may not be followed; the path is the next best.
-            try:
-                status = os.stat(look)
-            except OSError:
-                continue
-            if stat.S_ISCHR(status.st_mode):
-                found.add(status.st_rdev)
-            break
+        # Without CAP_SYS_ADMIN the mapping may not be followed; its path is the next best.
+        for look in (b"/proc/%d/map_files/%s" % (pid, span), b"/proc/%d/root%s" % (pid, path)):
+            kind, number = _kind(_AT_FDCWD, look)
+            if kind is not None:
+                found |= {number} if stat.S_ISCHR(kind) else set()
+                break
     return sorted(found.intersection(devices))

@@ -167,11 +167,11 @@ def test_a_refused_signal_is_told_and_not_tried_again(monkeypatch: pytest.Monkey
         assert is_running(child)
 
 
-def test_who_is_gone_already_has_exited_by_itself() -> None:
+def test_who_is_gone_already_is_told_so() -> None:
     with waiting() as child:
         judged = stale(child.pid)
         child.kill()
-    assert run(judged) == [(child.pid, "exited")]
+    assert run(judged) == [(child.pid, "gone")]
 
 
 @pytest.mark.case("B7")

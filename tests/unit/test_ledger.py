@@ -84,6 +84,13 @@ def test_everybody_who_went_by_themselves_has_a_fate(book: Book) -> None:
     assert set(book.fates().values()) == {Fate.EXITED} and len(book.fates()) == len(many)
 
 
+def test_who_died_of_sigkill_after_the_last_look_has_not_survived(book: Book) -> None:
+    book.look(holder(listed={0: 1520}))
+    book.ledger.signalled(decision(book), "SIGKILL")
+    assert book.ledger.story().fates == {(4711, 90_000): Fate.KILLED}
+    assert book.told("holder-survived") == []
+
+
 def test_who_only_let_go_is_not_gone(book: Book) -> None:
     book.lingering = {4711}
     book.look(holder(listed={0: 10}))
@@ -123,6 +130,7 @@ def test_who_was_killed_and_is_not_gone_has_survived(book: Book) -> None:
     book.ledger.signalled(decision(book), "SIGTERM")
     assert book.fates() == {}
     book.ledger.signalled(decision(book), "SIGKILL")
+    book.lingering = {4711}
     story = book.ledger.story()
     assert story.fates == {(4711, 90_000): Fate.SURVIVED}
     assert story.survivors == {(4711, 90_000): "wchan_4711"}

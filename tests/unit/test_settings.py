@@ -10,7 +10,7 @@ from typing import Optional
 
 import pytest
 
-from gpuprestart import settings
+from gpuprestart import commandline, owners, settings
 from gpuprestart.host.systemd import Systemd, SystemdError
 from gpuprestart.model import Outcome, Refusal, Unit
 
@@ -149,7 +149,7 @@ def test_whose_start_it_is_is_not_guessed() -> None:
     ("name", "full"), [("x", "x.service"), ("x@y", "x@y.service"), ("x.service", "x.service"), ("x.scope", "x.scope")]
 )
 def test_a_bare_name_is_a_service_s(name: str, full: str) -> None:
-    assert settings.full_name(name) == full
+    assert owners.full_name(name) == full
 
 
 # The environment of a unit that was named ----------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_the_command_line_s_deadline_lies_over_all(folders: tuple[Path, ...]) ->
 
 
 @pytest.mark.parametrize("deadline", ["", "12", "0", "0 s", "-1 s", "12 parsecs"])
-def test_a_deadline_that_is_none_is_a_fault(deadline: str, folders: tuple[Path, ...]) -> None:
-    with pytest.raises(Refusal) as caught:
-        settings.load(None, file=None, deadline=deadline)
-    assert caught.value.outcome is Outcome.CONFIG and caught.value.message.startswith("--deadline: ")
+def test_a_deadline_that_is_none_is_a_bad_command_line(deadline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        commandline.parse(["clean", f"--deadline={deadline}"])
+    assert caught.value.code == 64 and "argument --deadline: " in capsys.readouterr().err
