@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from .commandline import Command
 
-#: That of ``internal``.
+#: The status of a fault in this program, where there is not even a verdict to tell it.
 EX_SOFTWARE = 70
 
 #: Stands for an end by SIGABRT, as a shell shows it.
@@ -59,7 +59,10 @@ def _abort() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program and return its exit status."""
+    _have_standard_streams()
     _run_clean_of(os.environ)
+    # What lies in /run is nobody's to change but ours, whatever UMask= is good for the server's files.
+    os.umask(0o022)
     wait = Waiter()
     child = Child(answer=Library(load_pynvml), wait=wait, at_fork=wait.forget)
     try:
@@ -72,6 +75,18 @@ def main(arguments: Sequence[str]) -> int:
         child.end()
 
 
+def _have_standard_streams() -> None:
+    """Put /dev/null where we were started without a stream: its number would go to a pipe or socket of ours, into which
+    the next message would be written."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
 def _run_clean_of(environ: Mapping[str, str]) -> None:
     """Execute ourselves again without what could bring another NVML than the system's.
 
@@ -81,11 +96,13 @@ def _run_clean_of(environ: Mapping[str, str]) -> None:
     clean = {name: value for name, value in environ.items() if not name.startswith(SUSPECT)}
     if len(clean) != len(environ):
         with open("/proc/self/cmdline", "rb") as file:
-            command = file.read().rstrip(b"\0").split(b"\0")
+            command = file.read()[:-1].split(b"\0")
         os.execve(sys.executable, command, clean)
 
 
 def _perform(command: Command, wait: Waiter, child: Child) -> int:
+    import contextlib
+
     from . import events, hook
     from .host import procfs
     from .host.child import Questions
@@ -93,7 +110,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .host.locks import Claims, Locks
     from .host.notify import extend_timeout, notify_status
     from .host.nvml import Driver
-    from .host.systemd import Systemd
+    from .host.systemd import Systemd, SystemdError
     from .neighbours import Neighbours
     from .telling import Teller
 
@@ -136,4 +153,9 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     status = Teller(journal=journal, notify=notify_status, out=sys.stdout, err=sys.stderr).tell(command, verdict)
     journal.close()
+    if command.verb == "clean" and verdict.unit:
+        stuck = questions.pids if child.end() else {child.pid, *questions.pids}
+        for pid in sorted(stuck):
+            with contextlib.suppress(SystemdError):
+                host.systemd.set_aside(pid)
     return status

@@ -27,6 +27,9 @@ MESSAGE_IDS: Mapping[str, str] = {
 
 CRIT, ERR, WARNING, NOTICE, INFO, DEBUG = 2, 3, 4, 5, 6, 7
 
+#: journald drops a record of more than 1,024 fields (ENTRY_FIELD_COUNT_MAX in its journald-server.c).
+MOST_HINTS = 64
+
 #: A tuple is a field with several values, as the journal knows them: ``journalctl GPU_UUID=…`` finds each of them.
 Value = Union[str, tuple[str, ...]]
 
@@ -148,7 +151,7 @@ def verdict(verdict: Verdict) -> Record:
         "GPUPRESTART_OUTCOME": verdict.outcome.value,
         "GPUPRESTART_OUTCOMES": tuple(outcome.value for outcome in verdict.outcomes),
         "GPUPRESTART_EXIT": str(verdict.exit),
-        "GPUPRESTART_HINT": verdict.hints,
+        "GPUPRESTART_HINT": verdict.hints[:MOST_HINTS],
         **_gpu_names([state.gpu for state in verdict.gpus]),
     }
     context = Context(unit=verdict.unit, run=verdict.run)

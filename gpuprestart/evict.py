@@ -61,8 +61,9 @@ def evict(
 def _opened(decisions: Sequence[Decision], witness: Witness) -> Iterator[list[Target]]:
     """A pidfd for each. Opening comes before any other check, so that all checks are about whom the pidfd holds."""
     with ExitStack() as stack:
-        targets = []
-        for decision in decisions:
+        targets: list[Target] = []
+        # Where there are more than descriptors, the rest are found again in the next round.
+        for decision in decisions[: pidfd.room()]:
             descriptor = pidfd.open_pidfd(decision.holder.process.pid)
             if descriptor is None:
                 witness.ended(decision, Fate.GONE)

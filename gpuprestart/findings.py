@@ -148,7 +148,8 @@ def _respawning(story: Story, plan: Plan) -> list[Finding]:
     last = plan.evict[0]
     parent = last.holder.process.ppid
     message = (
-        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by PID {parent}"
+        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by PID {parent};"
+        f" it {last.reason}"
     )
     return [Finding(Outcome.RESPAWNING, message, (f"stop what starts it: systemctl status {parent}",))]
 

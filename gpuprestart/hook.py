@@ -82,8 +82,12 @@ def _run_id(host: Neighbours) -> str:
 
 
 def _boot_id() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip().replace("-", "")
+    """Empty where /proc shows processes alone (ProcSubset=pid)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip().replace("-", "")
+    except OSError:
+        return ""
 
 
 class _Run:
@@ -108,6 +112,7 @@ class _Run:
             return
         start = self._start()
         deadline = self._deadline(start)
+        self._host.systemd.hurry(deadline - clock())
         inventory, gpus = self._measure(start, deadline)
         self._announce(start, inventory, gpus)
         self._long_way(start, inventory, gpus, deadline)
@@ -118,6 +123,9 @@ class _Run:
         """By systemd's word. A unit that was named chooses policy and GPUs; its processes are not ours to end."""
         if self._options.unit is not None:
             unit = owners.full_name(self._options.unit)
+            if not owners.is_unit_name(unit):
+                hint = "such as sglang-qwen.service, or an instance of a template"
+                raise Refusal(Outcome.CONFIG, f"--unit: {self._options.unit!r} is no name of a unit", [hint])
             policy = self._policy(unit)
             environ = settings.environment_of(self._host.systemd, unit)
             return Start(unit=unit, environ=environ, policy=policy)

@@ -71,6 +71,10 @@ def candidates(cgroup: str) -> tuple[str, ...]:
     return tuple(part for part in parts if _UNIT_NAME.fullmatch(part))
 
 
+def is_unit_name(name: str) -> bool:
+    return _UNIT_NAME.fullmatch(name) is not None
+
+
 def cgroup_of(unit: str, cgroup: str) -> str:
     """The part of a cgroup path down to the one that a unit has; systemd may have put a ``_`` before its name."""
     parts = cgroup.split("/")

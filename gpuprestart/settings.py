@@ -118,6 +118,11 @@ def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
     return found
 
 
+def _at_once(path: str, flags: int) -> int:
+    """Open without waiting for whoever may write into a pipe of that name."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _assignments(words: Sequence[str]) -> dict[str, str]:
     pairs = (word.partition("=") for word in words)
     return {name: value for name, equals, value in pairs if equals and name in VARIABLES}
@@ -134,7 +139,7 @@ def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
         raise Refusal(Outcome.CONFIG, f"EnvironmentFile={path}: {os.strerror(errno.ENOENT)}")
     for each in paths:
         try:
-            with open(each, encoding="utf-8", errors="surrogateescape", newline="") as file:
+            with open(each, encoding="utf-8", errors="surrogateescape", newline="", opener=_at_once) as file:
                 text = file.read(1 << 20)
         except OSError as error:
             if optional:

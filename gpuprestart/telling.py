@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import time
 from typing import TYPE_CHECKING, Callable, TextIO
 
@@ -12,6 +14,13 @@ from .model import EXIT_STATUS, Outcome, Verdict
 if TYPE_CHECKING:
     from .commandline import Command
     from .host.journal import Journal
+
+
+#: Seconds for which a reader of standard output that does not read is waited for.
+PATIENCE = 2.0
+
+#: A pipe that polls writable takes this much without blocking (PIPE_BUF).
+_PIECE = 4096
 
 
 class Teller:
@@ -63,9 +72,26 @@ class Teller:
     def _print(self, text: str) -> None:
         """A reader that has gone, or a full disk, does not change a verdict."""
         try:
-            self._out.write(text)
-            self._out.flush()
+            _write(self._out, text)
         except OSError as error:
             print(f"gpuprestart: cannot write to standard output: {error.strerror}", file=self._err)
             # The interpreter tries once more when it ends, and would end with a status of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+
+
+def _write(out: TextIO, text: str) -> None:
+    """Write in pieces, so that nobody who does not read keeps a start waiting. Raises OSError."""
+    try:
+        descriptor = out.fileno()
+    except (OSError, ValueError):
+        out.write(text)
+        return
+    out.flush()
+    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    until = time.monotonic() + PATIENCE
+    while left:
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+            raise TimeoutError(errno.ETIMEDOUT, "nobody reads it")
+        left = left[os.write(descriptor, left[:_PIECE]) :]

@@ -86,7 +86,9 @@ class Child:
         if status is None:
             return "closed its answers and hangs"
         if os.WIFSIGNALED(status):
-            return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+            number = os.WTERMSIG(status)
+            # Most real-time signals have no name.
+            return f"was ended by {signal.Signals(number).name if number in _NAMED else f'signal {number}'}"
         return f"exited with status {os.waitstatus_to_exitcode(status)}"
 
     def _reap(self, timeout: float) -> int | None:
@@ -111,6 +113,9 @@ class Child:
             return True
         os.kill(self.pid, signal.SIGKILL)  # Our own unreaped child: its PID cannot have been given to another.
         return self._reap(REAP) is not None
+
+
+_NAMED = frozenset(signal.Signals)
 
 
 def _die_with(parent: int) -> None:

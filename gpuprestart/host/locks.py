@@ -7,23 +7,34 @@ removed, because somebody may be waiting for a lock on that very file.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterable
 
 RUN = "/run/gpuprestart"
 
 
+def _make(folder: str, name: str) -> None:
+    """Have a folder of ours in it. Raises OSError, and Denied where somebody else could exchange what lies there."""
+    for path in (folder, os.path.join(folder, name)):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o755)
+        _trust(path)
+
+
+def _trust(path: str) -> None:
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        mode = stat.S_IMODE(status.st_mode)
+        raise Denied(f"{path}: others than root can write it (uid {status.st_uid}, mode {mode:04o}): remove it")
+
+
 class Denied(Exception):
     """The folder cannot be used; the text says why."""
-
-
-def _make(*folders: str) -> None:
-    """Make these folders, which root writes and everybody reads, whatever UMask= the unit has."""
-    for folder in folders:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-            os.chmod(folder, 0o755)
 
 
 class Locks:
@@ -51,7 +62,7 @@ class Locks:
 
     def _take(self, uuid: str, holder: str) -> str | None:
         try:
-            _make(self._folder, self._folder + "/locks")
+            _make(self._folder, "locks")
             descriptor = os.open(
                 f"{self._folder}/locks/{uuid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
@@ -78,12 +89,13 @@ class Claims:
     """Small files by UUID, each one line of text."""
 
     def __init__(self, folder: str = RUN) -> None:
-        self._run = folder
         self._folder = folder + "/claims"
 
     def read(self) -> dict[str, str]:
         """All that there are. Raises Denied where they are there and cannot be read."""
         try:
+            _trust(os.path.dirname(self._folder))
+            _trust(self._folder)
             names = os.listdir(self._folder)
             return {name: text for name in names if not name.startswith(".") and (text := self._text(name)) is not None}
         except FileNotFoundError:
@@ -92,20 +104,25 @@ class Claims:
             raise Denied(f"{error.filename}: {error.strerror}") from error
 
     def _text(self, name: str) -> str | None:
-        with (
-            contextlib.suppress(FileNotFoundError),
-            open(f"{self._folder}/{name}", encoding="utf-8", errors="replace") as file,
-        ):
-            return file.read(4096)
-        return None
+        path = f"{self._folder}/{name}"
+        try:
+            # Nothing but a plain file is ours, and a pipe would keep us waiting for its writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise Denied(f"{path}: is not a regular file")
+            return os.read(descriptor, 4096).decode("utf-8", "replace")
+        finally:
+            os.close(descriptor)
 
     def write(self, uuid: str, text: str) -> None:
         """Put one there in one step. Raises Denied."""
         aside = f"{self._folder}/.{uuid}.{os.getpid()}"
         try:
-            _make(self._run, self._folder)
+            _make(*os.path.split(self._folder))
             with open(aside, "w", encoding="utf-8") as file:
-                os.fchmod(file.fileno(), 0o644)
                 file.write(text)
             os.rename(aside, f"{self._folder}/{uuid}")
         except OSError as error:

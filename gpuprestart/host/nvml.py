@@ -6,8 +6,9 @@ good answer would be for the run.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..faults import Died, Silent
@@ -23,6 +24,9 @@ REMEDIES = {
 }
 
 LIBRARY_NOT_FOUND = 12
+
+#: Before R470 the UUID of an instance is that of its GPU with two numbers behind it.
+_UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z-]+(?:/[0-9]+/[0-9]+)?")
 
 
 class DriverError(Exception):
@@ -64,7 +68,7 @@ class Driver:
         """The answer to ``("init",)``, which the child was sent before anything else; asked again, the same."""
         if self._inventory is None:
             answer = self._receive("nvmlInit", timeout, timeout)
-            gpus = tuple(Gpu(**gpu) for gpu in answer["gpus"])
+            gpus = identified([Gpu(**gpu) for gpu in answer["gpus"]])
             self._inventory = Inventory(driver=answer["driver"], nvml_path=answer["path"], gpus=gpus)
         return self._inventory
 
@@ -103,9 +107,27 @@ class Driver:
         return answer
 
 
+def identified(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The same, where one that cannot be told from others by its UUID, or has none, counts as out of reach: a sample
+    would be of another GPU than the one that is meant."""
+    seen = [gpu.uuid for gpu in gpus]
+    return tuple(gpu if gpu.fault else gpu._replace(fault=_impostor(gpu.uuid, seen)) for gpu in gpus)
+
+
+def _impostor(uuid: str, seen: Sequence[str]) -> str | None:
+    if _UUID.fullmatch(uuid) is None:
+        return f"NVML calls it {uuid[:80]!r}, which is no UUID"
+    count = seen.count(uuid)
+    return f"NVML gives {count} GPUs the UUID {uuid}" if count > 1 else None
+
+
 def _pid_max() -> int:
-    with open("/proc/sys/kernel/pid_max", "rb") as file:
-        return int(file.read())
+    """The kernel's own limit where /proc shows processes alone (PID_MAX_LIMIT in include/linux/threads.h)."""
+    try:
+        with open("/proc/sys/kernel/pid_max", "rb") as file:
+            return int(file.read())
+    except OSError:
+        return 1 << 22
 
 
 def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:

@@ -9,6 +9,9 @@ import errno
 import os
 import signal
 
+#: So many descriptors are enough, whatever the limit, and so many are kept free for others than pidfds.
+MOST, HEADROOM = 16384, 48
+
 
 def open_pidfd(pid: int) -> int | None:
     """A pidfd for the process, or None if it is gone or just going.
@@ -21,6 +24,16 @@ def open_pidfd(pid: int) -> int | None:
         if error.errno in (errno.ESRCH, errno.EINVAL):
             return None
         raise
+
+
+def room() -> int:
+    """How many pidfds may be open at once, with enough descriptors left for all that has to be asked meanwhile."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, MOST), hard))
+    return max(1, min(hard, MOST) - HEADROOM)
 
 
 def send(pidfd: int, number: signal.Signals) -> bool:

@@ -146,12 +146,15 @@ def _exe(directory: int) -> str | None:
 
 
 def _exe_trusted(directory: int) -> bool:
-    """Whether the program on disk is root's and nobody else can write it; the link is followed to the open file."""
-    try:
-        status = os.stat("exe", dir_fd=directory)
-    except OSError:
+    """Whether the program on disk is root's and nobody else can write it; the link is followed to the open file.
+
+    Like a descriptor, it may lie on a network mount whose server is gone, and is not asked for.
+    """
+    libc = _load_libc()
+    if libc.statx(directory, b"exe", _AT_STATX_DONT_SYNC, _STATX_TYPE | _STATX_MODE | _STATX_UID, _statx) != 0:
         return False
-    return status.st_uid == 0 and not status.st_mode & 0o022
+    (uid,), (mode,) = _UID.unpack_from(_statx, 20), _MODE.unpack_from(_statx, 28)
+    return uid == 0 and not mode & 0o022
 
 
 def _pid_namespace(directory: int) -> int:
@@ -258,13 +261,15 @@ def _kind(directory: int, path: bytes) -> tuple[int | None, int]:
     return mode, os.makedev(*_RDEV.unpack_from(_statx, 128))
 
 
-#: struct statx is 256 bytes: stx_mode is at 28, stx_rdev_major and _minor at 128 (include/uapi/linux/stat.h).
+#: struct statx is 256 bytes: stx_uid is at 20, stx_mode at 28, stx_rdev_major and _minor at 128
+#: (include/uapi/linux/stat.h).
 _statx: Any = None
 _MODE = struct.Struct("H")
+_UID = struct.Struct("I")
 _RDEV = struct.Struct("II")
 _AT_FDCWD = -100
 _AT_STATX_DONT_SYNC = 0x4000
-_STATX_TYPE = 1
+_STATX_TYPE, _STATX_MODE, _STATX_UID = 1, 2, 8
 
 _libc: Any = None
 #: SYS_kcmp by machine, from the kernel's system call tables.

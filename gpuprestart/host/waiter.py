@@ -25,6 +25,10 @@ class Waiter:
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
+        # Where whoever started us ignores it, and we with it, the kernel reaps children unasked: how they ended is
+        # lost, and their PIDs may be somebody else's by the time that we end them.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def __call__(self, descriptors: Iterable[int], seconds: float) -> set[int]:
         poll = select.poll()

@@ -204,7 +204,7 @@ def test_who_may_not_be_looked_into_is_counted_and_never_called_empty() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     code = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import procfs;"
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import procfs; import ctypes;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); pid = int(sys.argv[2]);"
         "swept = procfs.sweep({1}, [pid]); found = procfs.read(pid);"
         "print(swept.unreadable == (pid,), swept.opened == {}, found.uid, found.exe, found.pid_namespace)"
