@@ -6,7 +6,6 @@ initialises while the rest of the program is loaded. So what is imported up here
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -148,9 +147,6 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     finally:
         wait.deafen()
         questions.end()
-    # What a process calls itself may be more than a locale can say.
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     status = Teller(journal=journal, notify=notify_status, out=sys.stdout, err=sys.stderr).tell(command, verdict)
     journal.close()
     if command.verb == "clean" and verdict.unit:

@@ -19,6 +19,7 @@ from .host import cgroupfs, procfs
 from .host.locks import Denied
 from .host.nvidia import traces
 from .host.nvml import DriverError, Unanswered
+from .host.systemd import seconds
 from .ledger import Ledger
 from .model import Gpu, Inventory, Outcome, Refusal, Survey, Verdict
 from .neighbours import Neighbours, clock
@@ -36,8 +37,10 @@ class Start(NamedTuple):
     unit: Optional[str]
     environ: Optional[Mapping[str, str]]
     policy: Policy
-    #: The unit whose control process we are, once systemd has said so.
+    #: The unit whose control process we are, once systemd has said so, where it is judged for that unit.
     own: Optional[owners.Own] = None
+    #: The same, whichever unit it is judged for: its time limit is ours.
+    around: Optional[owners.Own] = None
     #: The PID under which a claim is made, where this is the start of a unit.
     control_pid: int = 0
 
@@ -128,13 +131,14 @@ class _Run:
                 raise Refusal(Outcome.CONFIG, f"--unit: {self._options.unit!r} is no name of a unit", [hint])
             policy = self._policy(unit)
             environ = settings.environment_of(self._host.systemd, unit)
-            return Start(unit=unit, environ=environ, policy=policy)
+            around = settings.own_unit(self._host.systemd, self._cgroup, self._lineage)
+            return Start(unit=unit, environ=environ, policy=policy, around=around)
         own = settings.own_unit(self._host.systemd, self._cgroup, self._lineage)
         if own is None:
             return Start(unit=None, environ=None, policy=self._policy(None))
         name, control_pid = own.unit.name, own.unit.control_pid
         policy = self._policy(name)
-        return Start(unit=name, environ=self._host.environ, policy=policy, own=own, control_pid=control_pid)
+        return Start(name, self._host.environ, policy, own=own, around=own, control_pid=control_pid)
 
     def _policy(self, unit: Optional[str]) -> Policy:
         self._ledger.note(unit=unit)
@@ -250,10 +254,12 @@ class _Run:
     def _deadline(self, start: Start) -> float:
         """When this run must be over: as the policy says, and before systemd ends it."""
         deadline = self._began + start.policy.deadline.total
-        if start.own is None or self._checking:
+        if start.around is None or self._checking:
             return deadline
-        limit = start.own.unit.timeout_start
-        control = procfs.read(start.own.unit.control_pid)
+        unit = start.around.unit
+        stopping = unit.sub_state == "stop-post"
+        limit = seconds(unit.timeout_stop or "infinity") if stopping else unit.timeout_start
+        control = procfs.read(unit.control_pid)
         if limit is None or control is None or control.began + limit > deadline + EXTENSION:
             return deadline
         if self._host.extend_timeout(deadline - clock() + EXTENSION):
@@ -261,8 +267,8 @@ class _Run:
         cut = control.began + limit - min(EXTENSION, 0.3 * limit)
         self._ledger.note(
             advice=(
-                f"this run was cut short at {limit:g} s by TimeoutStartSec= of {start.unit}: raise it above"
-                " deadline.total, or set NotifyAccess=exec so that it can be extended",
+                f"this run was cut short at {limit:g} s by Timeout{'Stop' if stopping else 'Start'}Sec= of {unit.name}:"
+                " raise it above deadline.total, or set NotifyAccess=exec so that it can be extended",
             )
         )
         return min(deadline, cut)

@@ -80,14 +80,15 @@ class Teller:
 
 
 def _write(out: TextIO, text: str) -> None:
-    """Write in pieces, so that nobody who does not read keeps a start waiting. Raises OSError."""
+    """Write in pieces, so that nobody who does not read keeps a start waiting, and what the locale cannot say escaped,
+    since a process may call itself anything. Raises OSError."""
     try:
         descriptor = out.fileno()
     except (OSError, ValueError):
         out.write(text)
         return
     out.flush()
-    left = memoryview(text.encode("utf-8", "backslashreplace"))
+    left = memoryview(text.encode(out.encoding or "utf-8", "backslashreplace"))
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     until = time.monotonic() + PATIENCE

@@ -54,6 +54,37 @@ def test_a_short_timeout_cuts_the_run_short_where_systemd_does_not_listen(scene:
 
 
 @pytest.mark.case("D2")
+def test_the_timeout_is_that_of_the_unit_around_us(scene: Scene) -> None:
+    """Also where another unit's GPUs are judged, or one's own by name."""
+    scene.gpu.ask("leak", gpu=0, mib=900)
+    server = scene.server(
+        gpus="0", command=f"{CLEAN} --unit %n --deadline 8s", more="TimeoutStartSec=3\nNotifyAccess=none\n"
+    )
+    assert not scene.start(server)
+    said = [str(each["MESSAGE"]) for each in scene.node.journal(unit=server)]
+    (verdict,) = [json.loads(line) for line in said if line.startswith('{"version"')]
+    assert verdict["outcome"] == "unattributed" and verdict["duration_s"] < 3
+    assert not any("timed out" in line for line in said), said
+
+
+@pytest.mark.case("D2")
+def test_after_a_stop_the_other_timeout_holds(scene: Scene) -> None:
+    scene.gpu.ask("leak", gpu=0, mib=900)
+    server = scene.server(
+        gpus="0",
+        command="/bin/true",
+        server="/bin/true",
+        more=f"ExecStopPost=+{CLEAN} --deadline 8s\nTimeoutStopSec=3\nNotifyAccess=none\nType=oneshot\n",
+    )
+    scene.start(server)
+    scene.await_state(server, "failed")
+    said = [str(each["MESSAGE"]) for each in scene.node.journal(unit=server)]
+    (verdict,) = [json.loads(line) for line in said if line.startswith('{"version"')]
+    assert verdict["outcome"] == "unattributed" and verdict["duration_s"] < 3
+    assert any("TimeoutStopSec=" in hint for hint in verdict["hints"])
+
+
+@pytest.mark.case("D2")
 @pytest.mark.parametrize("access", ["none", "exec"])
 def test_no_timeout_at_all(scene: Scene, access: str) -> None:
     scene.gpu.ask("leak", gpu=0, mib=900)
