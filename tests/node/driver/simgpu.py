@@ -711,8 +711,11 @@ class Bookkeeper:
         except Refused:
             return False
         # A zombie can still be opened, and its pidfd is readable at once: the next round forgets it.
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            state, threads = stat.read().rpartition(b")")[2].split()[0::17][:2]
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as stat:
+                state, threads = stat.read().rpartition(b")")[2].split()[0::17][:2]
+        except OSError:
+            return False  # It was reaped in between.
         return not (state in (b"Z", b"X") and int(threads) <= 1)
 
 
