@@ -199,7 +199,7 @@ def in_cgroup(cgroup: str) -> Callable[[int], Optional[Process]]:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     terminals = [os.openpty() for _ in range(2)]
     paths = [os.ttyname(slave) for _, slave in terminals]
     number = procfs.device_number
@@ -219,33 +219,33 @@ def held(found: Sequence[Holder]) -> dict[int, frozenset[str]]:
 
 
 @pytest.mark.case("A0")
-def test_a_holder_is_found_by_its_node_and_told_by_its_owner(scene: Scene) -> None:
-    with python(HOLDER, scene.nodes[0]) as child, python(HOLDER, scene.nodes[1]):
-        found = scene.surveyor().look()
+def test_a_holder_is_found_by_its_node_and_told_by_its_owner(stage: Scene) -> None:
+    with python(HOLDER, stage.nodes[0]) as child, python(HOLDER, stage.nodes[1]):
+        found = stage.surveyor().look()
     assert held(found.holders) == {child.pid: {uuid(0)}}
     one = found.holders[0]
     assert (one.owner.kind, one.owner.word, one.listed) == (OwnerKind.UNIT, "unit:old.service", {})
     assert one.process.user and one.process.cmdline is not None and "input()" in one.process.cmdline
-    assert scene.systemd.asked.count(("old.service",)) == 1
+    assert stage.systemd.asked.count(("old.service",)) == 1
     assert set(found.readings) == {uuid(0), uuid(1)} and found.dead == {} and found.unreadable == ()
     assert {1, os.getpid(), os.getppid()} <= found.kin
 
 
 @pytest.mark.case("C7")
-def test_the_node_bears_the_minor_and_not_the_index(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    surveyor = scene.surveyor()
+def test_the_node_bears_the_minor_and_not_the_index(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyor = stage.surveyor()
     monkeypatch.setattr(surveyor, "_gpus", (gpu(0, minor=1),))
-    with python(HOLDER, scene.nodes[0]), python(HOLDER, scene.nodes[1]) as child:
+    with python(HOLDER, stage.nodes[0]), python(HOLDER, stage.nodes[1]) as child:
         assert held(surveyor.look().holders) == {child.pid: {uuid(0)}}
 
 
-def test_whom_nvml_lists_is_a_holder_without_a_node(scene: Scene) -> None:
+def test_whom_nvml_lists_is_a_holder_without_a_node(stage: Scene) -> None:
     with waiting() as gone:
         gone.kill()
     with waiting() as listed, waiting() as elsewhere:
-        scene.driver.readings[uuid(0)] = reading(0, 1523, {listed.pid: 1520, gone.pid: 5})
-        scene.driver.readings[uuid(1)] = reading(1, 1523, {elsewhere.pid: 1520})
-        found = scene.surveyor().look()
+        stage.driver.readings[uuid(0)] = reading(0, 1523, {listed.pid: 1520, gone.pid: 5})
+        stage.driver.readings[uuid(1)] = reading(1, 1523, {elsewhere.pid: 1520})
+        found = stage.surveyor().look()
     assert [(each.process.pid, each.listed, each.opened) for each in found.holders] == [
         (listed.pid, {uuid(0): 1520 * MIB}, frozenset())
     ]
@@ -253,104 +253,104 @@ def test_whom_nvml_lists_is_a_holder_without_a_node(scene: Scene) -> None:
 
 
 @pytest.mark.case("C15")
-def test_foreign_pids_are_not_looked_up(scene: Scene) -> None:
+def test_foreign_pids_are_not_looked_up(stage: Scene) -> None:
     with waiting() as innocent:
-        scene.driver.readings[uuid(0)] = reading(0, 1523, {innocent.pid: 1520})
-        found = scene.surveyor(pids_ours=False).look()
+        stage.driver.readings[uuid(0)] = reading(0, 1523, {innocent.pid: 1520})
+        found = stage.surveyor(pids_ours=False).look()
     assert (found.holders, found.dead, found.pids_ours) == ((), {}, False)
 
 
 @pytest.mark.case("B7")
-def test_a_zombie_that_nvml_still_lists_is_dead(scene: Scene) -> None:
+def test_a_zombie_that_nvml_still_lists_is_dead(stage: Scene) -> None:
     with waiting() as child:
         child.kill()
         await_death(child.pid)
-        scene.driver.readings[uuid(0)] = reading(0, 1523, {child.pid: 1520})
-        found = scene.surveyor().look()
+        stage.driver.readings[uuid(0)] = reading(0, 1523, {child.pid: 1520})
+        found = stage.surveyor().look()
     assert (found.holders, found.dead) == ((), {uuid(0): (child.pid,)})
 
 
-def test_our_own_kin_is_no_holder(scene: Scene) -> None:
+def test_our_own_kin_is_no_holder(stage: Scene) -> None:
     """The fixture has both terminals open in this very process, and its children may have them inherited."""
-    with python(HOLDER, scene.nodes[0]) as child:
-        scene.children.add(child.pid)
-        found = scene.surveyor().look()
+    with python(HOLDER, stage.nodes[0]) as child:
+        stage.children.add(child.pid)
+        found = stage.surveyor().look()
     assert found.holders == () and {child.pid, os.getpid()} <= found.kin
 
 
 @pytest.mark.case("A10")
 @pytest.mark.case("A2")
-def test_all_processes_of_our_own_unit_are_looked_at(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_of_our_own_unit_are_looked_at(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of its last run are holders without any GPU; what our control process started is kin."""
-    with waiting() as left, python(HOLDER, scene.nodes[1]) as beside:
+    with waiting() as left, python(HOLDER, stage.nodes[1]) as beside:
         ours = unit("old.service", "activating", control_pid=beside.pid, condition_usec=2**62)
         monkeypatch.setattr(survey, "cgroupfs", SimpleNamespace(pids=lambda cgroup: {left.pid, beside.pid}))
-        found = scene.surveyor(owners.Own(unit=ours, boottime_ahead=0, ticks_per_second=procfs.TICKS)).look()
+        found = stage.surveyor(owners.Own(unit=ours, boottime_ahead=0, ticks_per_second=procfs.TICKS)).look()
         assert {each.process.pid: each.owner.kind for each in found.holders}[left.pid] is OwnerKind.OWN_PREVIOUS
         assert beside.pid in found.kin and left.pid not in found.kin
 
 
-def test_a_silent_systemd_makes_owners_unknown(scene: Scene) -> None:
-    scene.systemd.silent = True
-    with python(HOLDER, scene.nodes[0]):
-        found = scene.surveyor().look()
+def test_a_silent_systemd_makes_owners_unknown(stage: Scene) -> None:
+    stage.systemd.silent = True
+    with python(HOLDER, stage.nodes[0]):
+        found = stage.surveyor().look()
     assert [each.owner.kind for each in found.holders] == [OwnerKind.UNKNOWN]
     assert "systemd did not answer within 10 s" in found.holders[0].owner.doubt
 
 
 @pytest.mark.case("D1")
-def test_who_may_not_be_looked_into_is_counted(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_be_looked_into_is_counted(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "sweep", lambda devices, pids: procfs.Sweep(opened={}, unreadable=(10, 11)))
-    assert {10, 11} <= set(scene.surveyor().look().unreadable)
+    assert {10, 11} <= set(stage.surveyor().look().unreadable)
 
 
-def test_a_node_that_is_missing_is_unknown(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    surveyor = scene.surveyor()
+def test_a_node_that_is_missing_is_unknown(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyor = stage.surveyor()
     monkeypatch.setattr(surveyor, "_gpus", (gpu(0, minor=5),))
     with pytest.raises(Refusal, match="/dev/nvidia5 of GPU 0 is not there"):
         surveyor.look()
 
 
 @pytest.mark.case("C5")
-def test_a_lost_gpu_has_no_node_to_look_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    surveyor = scene.surveyor()
+def test_a_lost_gpu_has_no_node_to_look_for(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyor = stage.surveyor()
     lost = gpu(0, minor=None, fault="GPU is lost")
     monkeypatch.setattr(surveyor, "_gpus", (lost,))
     monkeypatch.setattr(surveyor, "_inventory", inventory(2)._replace(gpus=(lost, gpu(1))))
     assert surveyor.look().readings[uuid(0)].fault == "GPU is lost"
 
 
-def test_a_driver_that_fails_is_not_hidden(scene: Scene) -> None:
-    scene.driver.fault = {"error": 999, "text": "Unknown Error"}
+def test_a_driver_that_fails_is_not_hidden(stage: Scene) -> None:
+    stage.driver.fault = {"error": 999, "text": "Unknown Error"}
     with pytest.raises(DriverError):
-        scene.surveyor().look()
+        stage.surveyor().look()
     with pytest.raises(DriverError):
-        scene.surveyor().sample()
+        stage.surveyor().sample()
 
 
-def test_a_sample_is_of_the_selected_gpus_alone(scene: Scene) -> None:
-    assert list(scene.surveyor().sample()) == [uuid(0)]
-    assert scene.driver.asked == [uuid(0)]
+def test_a_sample_is_of_the_selected_gpus_alone(stage: Scene) -> None:
+    assert list(stage.surveyor().sample()) == [uuid(0)]
+    assert stage.driver.asked == [uuid(0)]
 
 
 # Looking again -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.case("D12")
-def test_looking_again_asks_for_the_owner_again(scene: Scene) -> None:
-    with python(HOLDER, scene.nodes[0]):
-        surveyor = scene.surveyor()
+def test_looking_again_asks_for_the_owner_again(stage: Scene) -> None:
+    with python(HOLDER, stage.nodes[0]):
+        surveyor = stage.surveyor()
         found = surveyor.look()
-        scene.systemd.known["old.service"] = unit(active="active")
+        stage.systemd.known["old.service"] = unit(active="active")
         again = surveyor.again(found, found.holders)
     assert [each.owner.unit and each.owner.unit.active_state for each in again.holders] == ["active"]
     assert held(again.holders) == held(found.holders) and again.readings == found.readings
 
 
 @pytest.mark.case("D4")
-def test_who_is_gone_replaced_or_moved_is_left_out(scene: Scene) -> None:
-    with python(HOLDER, scene.nodes[0]):
-        surveyor = scene.surveyor()
+def test_who_is_gone_replaced_or_moved_is_left_out(stage: Scene) -> None:
+    with python(HOLDER, stage.nodes[0]):
+        surveyor = stage.surveyor()
         found = surveyor.look()
         one = found.holders[0]
         for other in (
@@ -362,6 +362,6 @@ def test_who_is_gone_replaced_or_moved_is_left_out(scene: Scene) -> None:
     assert surveyor.again(found, [one]).holders == ()
 
 
-def test_nobody_is_asked_about_who_is_gone(scene: Scene) -> None:
-    surveyor = scene.surveyor()
+def test_nobody_is_asked_about_who_is_gone(stage: Scene) -> None:
+    surveyor = stage.surveyor()
     assert surveyor.again(surveyor.look(), []).holders == ()
