@@ -147,7 +147,8 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     finally:
         wait.deafen()
         questions.end()
-    status = Teller(journal=journal, notify=notify_status, out=sys.stdout, err=sys.stderr).tell(command, verdict)
+    teller = Teller(write=write, say=journal.say, notify=notify_status, out=sys.stdout, err=sys.stderr)
+    status = teller.tell(command, verdict)
     journal.close()
     if command.verb == "clean" and verdict.unit:
         stuck = questions.pids if child.end() else {child.pid, *questions.pids}

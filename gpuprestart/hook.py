@@ -15,6 +15,7 @@ from typing import NamedTuple, Optional
 from . import __version__, claims, events, judge, owners, refusing, selection, settings
 from .commandline import Options
 from .faults import Interrupted
+from .findings import ROOT
 from .host import cgroupfs, procfs
 from .host.locks import Denied
 from .host.nvidia import traces
@@ -320,8 +321,7 @@ EXTENSION = 5.0
 
 
 def _no_folder(error: Denied) -> Refusal:
-    hint = "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
-    return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [hint])
+    return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [ROOT])
 
 
 def _pids_ours(policy: Policy) -> bool:

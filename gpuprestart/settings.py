@@ -41,7 +41,7 @@ def load(unit: Optional[str], *, file: Optional[str], deadline: Optional[str]) -
         path = files.find_first(name, FOLDERS)
         if path is not None:
             layers.append(_layer(path, overlay=overlay))
-    loaded = policy.parse([layer for layer in layers if layer is not None])
+    loaded = policy.parse(layers)
     if deadline is None:
         return loaded
     total = quantities.duration(deadline, positive=True)

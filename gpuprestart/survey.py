@@ -53,9 +53,10 @@ class Surveyor:
     def look(self) -> Survey:
         """Everything. Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown."""
         readings = self._host.driver.sample(self._inventory.gpus, self._timeout())
-        kin = self._kin()
         # Before anything is asked, because the child that answers is started then, in our cgroup.
-        beside = self._unit_pids() - kin
+        in_unit = self._unit_pids()
+        kin = self._kin(in_unit)
+        beside = in_unit - kin
         nodes = self._nodes()
         others = [pid for pid in procfs.pids() if pid not in kin]
         swept = procfs.sweep(nodes.all, self._breathing(others))
@@ -93,7 +94,7 @@ class Surveyor:
         ]
         owned = self._registry.owners_of(now)
         fresh = tuple(before[process.pid]._replace(process=process, owner=owned[process.pid]) for process in now)
-        return survey._replace(holders=fresh, kin=self._kin())
+        return survey._replace(holders=fresh, kin=self._kin(self._unit_pids()))
 
     def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
         """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""
@@ -159,12 +160,12 @@ class Surveyor:
                 blind += [pid for pid, numbers in answer.items() if numbers is None]
         return mapped, blind
 
-    def _kin(self) -> frozenset[int]:
+    def _kin(self, in_unit: frozenset[int]) -> frozenset[int]:
         """PID 1, ourselves, our ancestors and children, and what our control process started beside us: a pipeline."""
         kin = {1, *procfs.lineage(os.getpid()), *self._host.children()}
         if self._own:
             control = self._own.unit.control_pid
-            kin |= {pid for pid in self._unit_pids() if control in procfs.lineage(pid)}
+            kin |= {pid for pid in in_unit if control in procfs.lineage(pid)}
         return frozenset(kin)
 
     def _unit_pids(self) -> frozenset[int]:

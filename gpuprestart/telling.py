@@ -13,7 +13,6 @@ from .model import EXIT_STATUS, Outcome, Verdict
 
 if TYPE_CHECKING:
     from .commandline import Command
-    from .host.journal import Journal
 
 
 #: Seconds for which a reader of standard output that does not read is waited for.
@@ -24,8 +23,19 @@ _PIECE = 4096
 
 
 class Teller:
-    def __init__(self, *, journal: Journal, notify: Callable[[str], object], out: TextIO, err: TextIO) -> None:
-        self._journal = journal
+    """``write`` sends a record to the journal, ``say`` a line to standard error, ``notify`` sets STATUS=."""
+
+    def __init__(
+        self,
+        *,
+        write: Callable[[events.Record], None],
+        say: Callable[[str, int], None],
+        notify: Callable[[str], object],
+        out: TextIO,
+        err: TextIO,
+    ) -> None:
+        self._write = write
+        self._say = say
         self._notify = notify
         self._out = out
         self._err = err
@@ -47,17 +57,14 @@ class Teller:
         """The verdict is the last record, as dashboards expect; an audit writes no other and sets no STATUS=."""
         if whole and verdict.outcome not in (Outcome.CLEAN, Outcome.NONE):
             for state in verdict.gpus:
-                self._send(events.gpu_verdict(events.Context(unit=verdict.unit, run=verdict.run), state))
+                self._write(events.gpu_verdict(events.Context(unit=verdict.unit, run=verdict.run), state))
         record = events.verdict(verdict)
-        self._send(record)
+        self._write(record)
         if not whole:
             return
-        self._journal.say(record.message, record.priority)
+        self._say(record.message, record.priority)
         ended = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(verdict.time + verdict.duration))
         self._notify(report.status_line(verdict, ended))
-
-    def _send(self, record: events.Record) -> None:
-        self._journal.send(record.message, record.message_id, record.priority, record.fields)
 
     def _status(self, verdict: Verdict) -> int:
         """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""

@@ -19,8 +19,8 @@ REMEDIES = {
     9: "load the nvidia kernel module (modprobe nvidia) and look at dmesg",
     12: "install the driver's libnvidia-ml.so.1 and run ldconfig",
     15: "the GPU has fallen off the bus: look for Xid 79 in dmesg, then reset it or reboot",
-    999: "NVML gives no reason: look for NVRM and Xid in dmesg, and whether nvidia-smi works",
     18: "user-space library and kernel module are of different versions: reboot, or reload the module",
+    999: "NVML gives no reason: look for NVRM and Xid in dmesg, and whether nvidia-smi works",
 }
 
 LIBRARY_NOT_FOUND = 12

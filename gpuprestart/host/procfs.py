@@ -208,18 +208,14 @@ def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
     found: set[int] = set()
     scanned: list[int] = []
     for thread in threads:
-        if any(_share_table(pid, other, thread) for other in scanned):
+        # In doubt two threads share nothing, which only costs a second look.
+        if any(kcmp_files(other, thread) == 0 for other in scanned):
             continue
         numbers = _open_devices(f"/proc/{pid}/task/{thread}/fd", wanted)
         if numbers is not None:
             scanned.append(thread)
             found |= numbers
     return frozenset(found)
-
-
-def _share_table(pid: int, one: int, other: int) -> bool:
-    """Whether two threads share their descriptors, by kcmp(2); in doubt they do not, which only costs a second look."""
-    return kcmp_files(one, other) == 0
 
 
 def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
