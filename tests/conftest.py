@@ -7,10 +7,19 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.cases import CASES, PROMISED
 from tests.node.machine import Node, can_boot
 from tests.node.scene import Scene
+
+# How much is generated for each property: the same in every run of the tests, anew in every `make soak`, and a little
+# on the oldest Python, where only the language is in question. `--hypothesis-profile` chooses another than the first.
+_ANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
+settings.register_profile("short", _ANY, max_examples=1_000, derandomize=True)
+settings.register_profile("long", _ANY, max_examples=10_000, print_blob=True)
+settings.register_profile("few", _ANY, max_examples=25, derandomize=True)
+settings.load_profile("short")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

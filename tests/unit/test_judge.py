@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Optional
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprestart import judge, table
@@ -522,9 +522,6 @@ RULES = st.sampled_from(
 POLICIES = st.tuples(st.sampled_from(["", DEDICATED]), st.lists(RULES, max_size=2)).map(
     lambda parts: parts[0] + "".join(parts[1])
 )
-machines_of_any_kind = settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
 
 
 def limit(of: Plan, gpu: str) -> int:
@@ -533,7 +530,6 @@ def limit(of: Plan, gpu: str) -> int:
     return 64 * MIB + min(spared, 2048 * MIB)
 
 
-@machines_of_any_kind
 @given(surveys(), histories(), POLICIES)
 def test_nobody_is_ended_whom_nothing_proves_stale(of: Survey, history: History, text: str) -> None:
     found = judge.plan(policy(text), of, history)
@@ -545,7 +541,6 @@ def test_nobody_is_ended_whom_nothing_proves_stale(of: Survey, history: History,
     assert not (found.blocking and (found.evict or found.later))
 
 
-@machines_of_any_kind
 @given(surveys(), histories(), POLICIES)
 def test_nothing_is_clean_that_its_figures_do_not_show_clean(of: Survey, history: History, text: str) -> None:
     found = judge.plan(policy(text), of, history)
@@ -560,7 +555,6 @@ def test_nothing_is_clean_that_its_figures_do_not_show_clean(of: Survey, history
         assert all(each.action is SPARE for each in listed)
 
 
-@machines_of_any_kind
 @given(surveys(), histories(), POLICIES)
 def test_the_same_machine_gives_the_same_plan(of: Survey, history: History, text: str) -> None:
     first = judge.plan(policy(text), of, history)
@@ -568,7 +562,6 @@ def test_the_same_machine_gives_the_same_plan(of: Survey, history: History, text
     assert pids(first.decisions) == [each.process.pid for each in of.holders]
 
 
-@machines_of_any_kind
 @given(surveys(), histories(), POLICIES, st.sampled_from(["python3", "Xorg", "."]), st.booleans())
 def test_a_rule_that_refuses_or_spares_never_adds_a_kill(
     of: Survey, history: History, text: str, comm: str, refuses: bool

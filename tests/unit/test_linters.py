@@ -71,5 +71,5 @@ def test_the_unit_tests_on_the_oldest_python(tmp_path: Path) -> None:
     python = oldest_python()
     if python is None:
         pytest.skip("there is no Python {}.{} here".format(*OLDEST))
-    options = ("-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path}/unit", f"--ignore={Path(__file__)}")
+    options = ("-q", "--hypothesis-profile=few", f"--basetemp={tmp_path}/unit", f"--ignore={Path(__file__)}")
     run(str(environment(python)), "-m", "pytest", *options, "tests/unit")

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Optional
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprestart.model import Action, Outcome, Refusal
@@ -625,7 +625,6 @@ HEADERS = st.sampled_from(["[gpus]", "[memory]", "[deadline]", "[owners]", "[nvm
 DOCUMENTS = st.lists(LINES | HEADERS, max_size=12).map("\n".join)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TEXTS | DOCUMENTS)
 def test_no_text_raises_anything_but_a_refusal(text: str) -> None:
     Places(text)
@@ -651,7 +650,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(VALUES, st.sampled_from(["k{} = {}", "'k{}'={}", "k{}. x = {{ y = {} }}", "[[t]]\nk{} = {}"])))
 )
