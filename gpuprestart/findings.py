@@ -146,12 +146,12 @@ def _respawning(story: Story, plan: Plan) -> list[Finding]:
     if story.checking or not plan.evict or story.rounds < 2:
         return []
     last = plan.evict[0]
-    parent = last.holder.process.ppid
+    ppid, parent = last.holder.process.ppid, last.holder.process.parent
     message = (
-        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by PID {parent};"
-        f" it {last.reason}"
+        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by"
+        f" {parent or f'PID {ppid}'}; it {last.reason}"
     )
-    return [Finding(Outcome.RESPAWNING, message, (f"stop what starts it: systemctl status {parent}",))]
+    return [Finding(Outcome.RESPAWNING, message, (f"stop what starts it: systemctl status {ppid}",))]
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,8 @@ class Process(NamedTuple):
     exe_trusted: bool = False
     #: Inode of its PID namespace; 0 where that could not be read.
     pid_namespace: int = 0
+    #: Who started it or has adopted it, by comm and PID, if that could be read.
+    parent: str = ""
 
     @property
     def identity(self) -> tuple[int, int]:

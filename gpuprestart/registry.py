@@ -35,7 +35,12 @@ class Registry:
 
     def _named(self, process: Process) -> Process:
         words = self._host.ask(("cmdline", process.pid), SLOW)
-        return process._replace(user=self._user(process.uid), cmdline=None if words is None else text.redacted(words))
+        parent = procfs.read(process.ppid)
+        return process._replace(
+            user=self._user(process.uid),
+            cmdline=None if words is None else text.redacted(words),
+            parent="" if parent is None else str(parent),
+        )
 
     def _user(self, uid: int) -> str:
         if uid not in self._users:

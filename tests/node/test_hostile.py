@@ -99,7 +99,7 @@ def test_a_supervisor_that_starts_another_at_once(scene: Scene) -> None:
     supervisor = min(pids)
     run = scene.clean("--gpus", "0")
     assert (run.outcome, run.exit) == ("respawning", 75)
-    assert f"PID {supervisor}" in run.verdict["message"] and unit in run.verdict["message"]
+    assert f"started by python3[{supervisor}]" in run.verdict["message"] and unit in run.verdict["message"]
     assert any(str(supervisor) in hint for hint in run.verdict["hints"])
     assert len(scene.records(run)) < 100
     assert scene.alive(supervisor)
