@@ -43,6 +43,7 @@ class Child:
             try:
                 os.close(self._requests)
                 os.close(self._answers)
+                _mute()
                 at_fork()
                 _die_with(parent)
                 _serve(answer, child_reads, child_writes)
@@ -116,6 +117,16 @@ class Child:
 
 
 _NAMED = frozenset(signal.Signals)
+
+
+def _mute() -> None:
+    """Let go of our standard streams: who reads what we print waits until nobody can write to it any more, and a child
+    that hangs in a driver would keep it waiting long after we have ended."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(null, stream)
+    if null > 2:
+        os.close(null)
 
 
 def _die_with(parent: int) -> None:

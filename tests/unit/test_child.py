@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import select
 import signal
 import time
 from collections.abc import Iterator
@@ -56,6 +57,30 @@ def alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_who_reads_what_we_print_does_not_wait_for_a_child_that_hangs() -> None:
+    streams = [os.dup(number) for number in (1, 2)]
+    reads, writes = os.pipe()
+    try:
+        for number in (1, 2):
+            os.dup2(writes, number)
+        os.close(writes)
+        try:
+            made = Child(answer=hang, wait=wait, at_fork=nothing)
+        finally:
+            for number, stream in zip((1, 2), streams):
+                os.dup2(stream, number)
+        try:
+            made.send("anything")
+            ready, _, _ = select.select([reads], [], [], PATIENCE)
+            assert ready and os.read(reads, 1) == b""
+            assert alive(made.pid)
+        finally:
+            assert made.end()
+    finally:
+        for number in (reads, *streams):
+            os.close(number)
 
 
 def test_answers_come_in_the_order_of_the_requests() -> None:
