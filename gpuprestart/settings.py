@@ -29,6 +29,9 @@ _SAFE = ("the file and its folders must be root's, and writable by nobody else: 
 #: While a unit is in one of these states its control process is one that may judge for it.
 CONTROL_STATES = ("condition", "start-pre", "stop-post")
 
+#: In these, systemd has sent its control process a signal, which a shell around us may have kept to itself.
+ENDING_STATES = ("stop-watchdog", "stop-sigterm", "stop-sigkill", "final-watchdog", "final-sigterm", "final-sigkill")
+
 
 # The policy ----------------------------------------------------------------------------------------------------------
 
@@ -77,7 +80,7 @@ def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[
     """The unit whose control process we are or descend from, as systemd says; None if there is none.
 
     Raises Refusal where systemd gives no answer though our cgroup names a service: whose start it is decides too much
-    to be guessed.
+    to be guessed. Also where that start is no longer wanted: without a unit, all GPUs of the machine would be judged.
     """
     named = owners.candidates(cgroup)
     try:
@@ -89,9 +92,12 @@ def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[
             ["see whether systemd answers: systemctl show"],
         ) from error
     unit = owners.unit_of(cgroup, units)
-    if unit is None or not unit.name.endswith(".service") or unit.sub_state not in CONTROL_STATES:
+    if unit is None or not unit.name.endswith(".service") or unit.control_pid not in lineage:
         return None
-    if unit.control_pid not in lineage:
+    if unit.sub_state in ENDING_STATES:
+        message = f"{unit.name} was told to stop, or timed out, before its GPUs were judged ({unit.sub_state})"
+        raise Refusal(Outcome.INTERRUPTED, message, [f"systemctl start {unit.name} begins anew"])
+    if unit.sub_state not in CONTROL_STATES:
         return None
     ahead = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
     return owners.Own(unit=unit, boottime_ahead=int(ahead * 1_000_000), ticks_per_second=procfs.TICKS)

@@ -62,6 +62,27 @@ def test_stopped_while_it_waits_for_memory(scene: Scene) -> None:
     assert scene.node.unit_pids(server) == []
 
 
+@pytest.mark.case("D3")
+def test_stopped_before_it_knows_whose_start_it_is(scene: Scene) -> None:
+    """The shell around it has kept the signal to itself. Without a unit it would judge every GPU of the machine."""
+    _, orphans = scene.orphans("--open", "0,1", "--gpu", "0,1", "--mib", "900")
+    begun, go = f"/run/{scene.name('begun')}", f"/run/{scene.name('go')}"
+    waits = f"touch {begun}; until [ -e {go} ]; do sleep 0.02; done"
+    script = f'trap : TERM; {waits}; {CLEAN} --deadline 5s; exit "$?"'
+    hook = f"/bin/sh -c {shlex.quote(script.replace('$', '$$'))}"
+    server = scene.server(gpus="0", command=hook, more="KillMode=process\n")
+    scene.node.systemctl("start", "--no-block", server)
+    scene.node.wait_for(lambda: scene.node.exists(begun), timeout=10, what="the shell has begun")
+    scene.node.systemctl("stop", "--no-block", server)
+    scene.await_state(server, "deactivating")
+    scene.node.run(["touch", go])
+    scene.await_state(server, "failed")
+    run = _said(scene, server)
+    assert (run["outcome"], run["exit"]) == ("interrupted", 75)
+    assert server in run["message"]
+    assert run["gpus"] == [] and scene.alive(orphans)
+
+
 @pytest.mark.parametrize("outcome", ["clean", "cleaned", "protected", "unattributed", "config"])
 def test_no_process_outlives_a_run(scene: Scene, outcome: str) -> None:
     if outcome == "cleaned":
@@ -342,6 +363,13 @@ def test_a_start_without_journald(scene: Scene) -> None:
     server = scene.server(command=f"/usr/bin/unshare --mount /bin/sh -c '{hook}'")
     assert scene.start(server)
     assert "gpuprestart found the GPUs clean" in _status_text(scene, server)
+
+
+def _said(scene: Scene, unit: str) -> dict[str, Any]:
+    """The last verdict that was printed in a unit, whichever unit it was given for."""
+    printed = [str(each["MESSAGE"]) for each in scene.node.journal(unit=unit)]
+    found: dict[str, Any] = json.loads([line for line in printed if line.startswith('{"version"')][-1])
+    return found
 
 
 def _status_text(scene: Scene, unit: str) -> str:

@@ -117,6 +117,16 @@ def test_otherwise_there_is_no_unit(ours: Unit) -> None:
     assert settings.own_unit(Books(ours), CGROUP, LINEAGE) is None
 
 
+@pytest.mark.parametrize("sub", ["stop-sigterm", "stop-sigkill", "final-sigterm", "final-sigkill", "stop-watchdog"])
+def test_a_start_that_is_no_longer_wanted_judges_nothing(sub: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        settings.own_unit(Books(starting(sub)), CGROUP, LINEAGE)
+    assert caught.value.outcome is Outcome.INTERRUPTED
+    assert "sglang.service was told to stop" in caught.value.message
+    # Whoever else is in that cgroup is not what was told to stop.
+    assert settings.own_unit(Books(starting(sub, control_pid=400)), CGROUP, LINEAGE) is None
+
+
 @pytest.mark.parametrize(
     ("cgroup", "known"),
     [
