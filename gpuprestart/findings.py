@@ -17,7 +17,10 @@ from .story import Story
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
 MOST_NAMED = 3
 
-ROOT = "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
+ROOT = (
+    "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
+    " (or ! with CAP_KILL, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH)"
+)
 
 
 class Finding(NamedTuple):
@@ -42,7 +45,7 @@ def against(story: Story) -> list[Finding]:
     found += _unkillable(story)
     found += _respawning(story, plan)
     dirty = [state for state in plan.gpus if not state.clean and not state.unknown]
-    if any(finding.outcome in _EXPLAIN for finding in found):
+    if plan.refused or any(finding.outcome in _EXPLAIN for finding in found):
         # Where nobody that was named or would have been ended has anything, somebody or something else is the reason.
         told = _told(story, plan)
         return found + [
@@ -84,10 +87,13 @@ def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
         Finding(Outcome.DENIED, f"the kernel refuses us signals to {who(each, plan.gpus)}; it {each.reason}", (ROOT,))
         for each in story.denied
     ]
+    blind = [each for each in plan.blocking if each.blind]
+    if blind:
+        found.append(Finding(Outcome.DENIED, _held(plan, blind), (ROOT,)))
     unexplained = [state for state in plan.gpus if state.gpu.uuid in plan.unexplained]
     if unexplained and survey.unreadable:
-        blind = f"{count(len(survey.unreadable), 'process', 'processes')} may not be looked into"
-        message = f"{_where(unexplained)}: nobody is seen to hold it, but {blind} ({_pids(survey.unreadable)})"
+        unseen = f"{count(len(survey.unreadable), 'process', 'processes')} may not be looked into"
+        message = f"{_where(unexplained)}: nobody is seen to hold it, but {unseen} ({_pids(survey.unreadable)})"
         found.append(Finding(Outcome.DENIED, message, (ROOT,)))
     return found
 
@@ -98,16 +104,21 @@ def _unmeasured(plan: Plan) -> list[Finding]:
 
 
 def _protected(plan: Plan) -> list[Finding]:
-    """Refused because of somebody alive: one sentence for the first, the rest counted."""
-    in_the_way = [*plan.blocking, *plan.awaited]
+    """Refused because of somebody alive."""
+    in_the_way = [*(each for each in plan.blocking if not each.blind), *plan.awaited]
     if not in_the_way:
         return []
-    first, *others = in_the_way
+    return [Finding(Outcome.PROTECTED, _held(plan, in_the_way), tuple(decision.hint for decision in in_the_way))]
+
+
+def _held(plan: Plan, decisions: Sequence[Decision]) -> str:
+    """One sentence for the first of them, the rest counted."""
+    first, *others = decisions
     theirs = [state for state in plan.gpus if state.gpu.uuid in held(first.holder)]
     message = f"{_where(theirs)} is held by {who(first, plan.gpus)}: it {first.reason}"
     if others:
         message += f"; and by {count(len(others), 'other', 'others')}: {_names(others)}"
-    return [Finding(Outcome.PROTECTED, message, tuple(decision.hint for decision in in_the_way))]
+    return message
 
 
 def _claimed(plan: Plan) -> list[Finding]:

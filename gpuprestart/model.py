@@ -233,8 +233,9 @@ class Owner(NamedTuple):
     runtime: str = ""
     #: For a session that is over: logind is set to end what it left (KillUserProcesses=).
     doomed: bool = False
-    #: For UNKNOWN: what could not be established.
+    #: For UNKNOWN: what could not be established, and whether that is because we may not look into the process.
     doubt: str = ""
+    hidden: bool = False
 
 
 # What they make together ---------------------------------------------------------------------------------------------
@@ -311,6 +312,8 @@ class Decision(NamedTuple):
     reason: str
     rule: Optional[str] = None
     hint: str = ""
+    #: It is refused because we may not look into it, whatever would have been seen.
+    blind: bool = False
 
 
 class GpuState(NamedTuple):

@@ -135,7 +135,7 @@ def owner_of(
         kind = OwnerKind.OWN_PREVIOUS if own.predates(process) else OwnerKind.OWN_CURRENT
         return Owner(kind=kind, word=f"unit:{own.unit.name}", unit=own.unit, user=process.user)
     if not process.pid_namespace:
-        return _unknown("its PID namespace may not be read")
+        return _unknown("its PID namespace may not be read")._replace(hidden=True)
     container = _container(process, namespace, runtime(above[1:]))
     if container is not None:
         return container

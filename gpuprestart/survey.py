@@ -169,4 +169,15 @@ class Surveyor:
         return frozenset(kin)
 
     def _unit_pids(self) -> frozenset[int]:
-        return frozenset(cgroupfs.pids(self._own.unit.control_group)) if self._own else frozenset()
+        """Who is in our own unit's cgroup. Raises Refusal where it cannot be seen: we are in it ourselves."""
+        if self._own is None:
+            return frozenset()
+        group = self._own.unit.control_group
+        pids = frozenset(cgroupfs.pids(group))
+        if os.getpid() not in pids:
+            raise Refusal(
+                Outcome.UNKNOWN,
+                f"what is left of the last run cannot be seen: we are not in {group} below /sys/fs/cgroup",
+                ["the hook must see /sys/fs/cgroup: ExecStartPre=+/usr/bin/gpuprestart clean lifts the unit's sandbox"],
+            )
+        return pids

@@ -29,6 +29,9 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
     if holder.process.pid in survey.kin:
         return decision._replace(action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
     only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
+    if only_nvml and holder.process.pid in survey.unreadable:
+        reason = f"{decision.reason}, but it may not be looked into, and nobody is ended on NVML's word"
+        return decision._replace(action=Action.REFUSE, reason=reason, blind=True)
     if only_nvml:
         reason = "is named by NVML alone and has none of these GPUs' nodes open, and nobody is ended on NVML's word"
         return decision._replace(
@@ -39,7 +42,7 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
 
 def _by_owner(policy: Policy, holder: Holder) -> Decision:
     action, reason, hint = _ROWS[holder.owner.kind](policy, holder)
-    return Decision(holder=holder, action=action, reason=reason, hint=hint)
+    return Decision(holder=holder, action=action, reason=reason, hint=hint, blind=holder.owner.hidden)
 
 
 Row = tuple[Action, str, str]

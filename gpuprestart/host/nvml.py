@@ -16,9 +16,11 @@ from ..model import Gpu, Inventory, Listed, Memory, Reading
 
 #: What NVML's error codes mean for the person who reads them (nvml.h, nvmlReturn_t); the rest keep NVML's own words.
 REMEDIES = {
+    4: "the nodes /dev/nvidia* are not for this user: run it as root",
     9: "load the nvidia kernel module (modprobe nvidia) and look at dmesg",
     12: "install the driver's libnvidia-ml.so.1 and run ldconfig",
     15: "the GPU has fallen off the bus: look for Xid 79 in dmesg, then reset it or reboot",
+    17: "DeviceAllow= of the unit, or the container, has to let /dev/nvidiactl and the GPUs' nodes through",
     18: "user-space library and kernel module are of different versions: reboot, or reload the module",
     999: "NVML gives no reason: look for NVRM and Xid in dmesg, and whether nvidia-smi works",
 }

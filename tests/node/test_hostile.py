@@ -54,6 +54,15 @@ def test_a_driver_that_hangs(scene: Scene, function: str, state: str) -> None:
 
 
 @pytest.mark.case("C4")
+def test_who_reads_what_the_hook_prints_is_not_kept_by_a_driver_that_hangs(scene: Scene) -> None:
+    """A pipe is at its end when nobody has it open: what hangs in the driver, and cannot be ended, must not have it."""
+    with Hung(scene.node.leader) as hung:
+        scene.gpu.ask("hang", function="nvmlDeviceGetMemoryInfo*", path=hung.file)
+        run = _shell(scene, "/usr/bin/gpuprestart clean --json --gpus 0 --deadline 1500ms 2>&1 | cat", timeout=10)
+    assert run.verdict["outcome"] == "unknown"
+
+
+@pytest.mark.case("C4")
 def test_a_sample_that_hangs_is_cut_short_by_the_units_timeout(scene: Scene) -> None:
     scene.gpu.ask("hang", function="nvmlDeviceGetMemoryInfo*")
     server = scene.server(gpus="0", command=CLEAN, more="TimeoutStartSec=4\nNotifyAccess=none\n")

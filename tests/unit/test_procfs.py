@@ -138,6 +138,21 @@ def test_a_process_that_vanishes_is_data() -> None:
     assert child.pid not in procfs.pids() and os.getpid() in procfs.pids()
 
 
+def test_a_process_that_vanishes_before_its_namespace_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that is gone the kernel says that we may not look; it must not pass for one that is hidden from us."""
+    with waiting() as child:
+
+        def stat(path: str, *, dir_fd: int) -> None:
+            child.kill()
+            child.wait()
+            raise PermissionError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stat)
+            found = procfs.read(child.pid)
+    assert found is None
+
+
 def test_the_line_of_ancestors() -> None:
     with waiting() as child:
         line = procfs.lineage(child.pid)

@@ -9,7 +9,7 @@ import pytest
 
 from gpuprestart import judge
 from gpuprestart.judge import History
-from gpuprestart.model import EXIT_STATUS, Fate, Holder, Outcome, OwnerKind, Refusal, Verdict
+from gpuprestart.model import EXIT_STATUS, Fate, Holder, Outcome, Owner, OwnerKind, Refusal, Verdict
 from gpuprestart.story import Story
 from gpuprestart.verdict import conclude
 
@@ -92,6 +92,19 @@ def test_denied_to_look() -> None:
     assert "4 processes may not be looked into (PID 10, 11, 12 and 1 more)" in found.message
     # It is no reason to refuse where nothing has to be explained.
     assert verdict(facts={"unreadable": (10,)}, proved=True).outcome is Outcome.CLEAN
+
+
+@pytest.mark.case("D1")
+@pytest.mark.parametrize("of", [owner(), owner(OwnerKind.UNKNOWN, hidden=True)])
+def test_denied_to_look_into_one_that_is_listed(of: Owner) -> None:
+    """It may be as stale as can be: whether it has a node open, or whose it is, cannot be told."""
+    found = verdict(holder(of=of, listed={0: 1520}, opened=()), used=(1523,), facts={"unreadable": (4711,)})
+    assert (found.outcomes, found.exit) == ((Outcome.DENIED,), 77)
+    assert "python3[4711]" in found.message
+    assert "ExecStartPre=+" in found.hints[0] and "CAP_SYS_PTRACE" in found.hints[0]
+    # Who is known to be alive is in the way, whatever may be seen of the rest.
+    alive = holder(of=ACTIVE, listed={0: 1520}, opened=())
+    assert verdict(alive, used=(1523,), facts={"unreadable": (4711,)}).outcome is Outcome.PROTECTED
 
 
 @pytest.mark.case("C5")
