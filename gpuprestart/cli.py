@@ -63,6 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     # What lies in /run is nobody's to change but ours, whatever UMask= is good for the server's files.
     os.umask(0o022)
     wait = Waiter()
+    if arguments[:1] and arguments[0] in ("enable", "disable", "bypass"):
+        return _administer(arguments, wait)
     child = Child(answer=Library(load_pynvml), wait=wait, at_fork=wait.forget)
     try:
         child.send(("init",))
@@ -99,6 +101,15 @@ def _run_clean_of(environ: Mapping[str, str]) -> None:
         os.execve(sys.executable, command, clean)
 
 
+def _administer(arguments: Sequence[str], wait: Waiter) -> int:
+    """What is about units and files alone. The driver is not asked, so it is not woken either."""
+    from . import administration
+    from .commandline import parse
+    from .host.systemd import Systemd
+
+    return administration.perform(parse(arguments), Systemd(wait), out=sys.stdout, err=sys.stderr)
+
+
 def _perform(command: Command, wait: Waiter, child: Child) -> int:
     import contextlib
 
@@ -106,7 +117,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .host import procfs
     from .host.child import Questions
     from .host.journal import Journal
-    from .host.locks import Claims, Locks
+    from .host.locks import Locks, Notes
     from .host.notify import extend_timeout, notify_status
     from .host.nvml import Driver
     from .host.systemd import Systemd, SystemdError
@@ -140,9 +151,14 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         extend_timeout=lambda seconds: "NOTIFY_SOCKET" in os.environ and extend_timeout(int(seconds * 1_000_000)),
         environ=os.environ,
         locks=locks,
-        claims=Claims(),
+        claims=Notes("claims"),
+        bypasses=Notes("bypass"),
     )
     try:
+        if command.verb == "doctor":
+            from . import doctor
+
+            return doctor.perform(command, host, out=sys.stdout)
         verdict = hook.run(command.options, host, checking=command.verb != "clean")
     finally:
         wait.deafen()

@@ -31,11 +31,22 @@ class Command(NamedTuple):
     verb: str
     options: Options = Options()
     json: bool = False
+    #: What ``enable``, ``disable``, ``doctor`` and ``bypass`` are about, as it was typed.
+    units: tuple[str, ...] = ()
+    #: Have systemd reload its units after a drop-in was written or removed.
+    now: bool = False
+    #: Show what would be written, and write nothing.
+    dry_run: bool = False
+    #: All that ``enable`` has written, whatever it is for.
+    everything: bool = False
     #: Records go to the journal: all of ``clean``, and the verdict of a ``check`` that asks for it.
     journal: bool = False
 
 
 HOOK = Command(verb="clean", journal=True)
+#: Verbs that do not ask the driver anything, and leave it alone.
+ADMINISTRATIVE = ("enable", "disable", "bypass")
+
 STATUS = Command(verb="status", options=Options(gpus=("all",), status=True))
 
 
@@ -47,6 +58,19 @@ def parse(arguments: Sequence[str]) -> Command:
     given = parser.parse_args(arguments)
     if given.verb in (None, "status"):
         return STATUS
+    if given.verb in (*ADMINISTRATIVE, "doctor"):
+        said = vars(given)
+        if given.verb == "disable" and bool(given.unit) == given.all:
+            parser.error("give the units, or --all")
+        units = [given.unit] if isinstance(given.unit, str) else given.unit or []
+        return Command(
+            verb=given.verb,
+            units=tuple(units),
+            json=said.get("json", False),
+            now=said.get("now", False),
+            dry_run=said.get("dry_run", False),
+            everything=said.get("all", False),
+        )
     if given.deadline is not None:
         from .quantities import duration
 
@@ -88,4 +112,22 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "check":
             command.add_argument("--journal", action="store_true", help="also write the verdict to the journal")
     verbs.add_parser("status", help="GPUs and their holders; the default")
+    for verb, purpose in (
+        ("enable", "put the hook in front of a service, by a drop-in"),
+        ("disable", "take that drop-in away again"),
+    ):
+        command = verbs.add_parser(verb, help=purpose, description=purpose, allow_abbrev=False)
+        names = "x means x.service; x@.service and x-.service too"
+        command.add_argument("unit", metavar="UNIT", nargs="+" if verb == "enable" else "*", help=names)
+        if verb == "disable":
+            command.add_argument("--all", action="store_true", help="every drop-in that enable has written")
+        command.add_argument("--now", action="store_true", help="have systemd reload its units at once")
+        command.add_argument("--dry-run", action="store_true", help="show what would be done, and do nothing")
+    purpose = "what would make the hook fail, or be ignored"
+    command = verbs.add_parser("doctor", help=purpose, description=purpose, allow_abbrev=False)
+    command.add_argument("unit", metavar="UNIT", nargs="?", help="look at this unit as well")
+    command.add_argument("--json", action="store_true", help="as JSON on standard output")
+    purpose = "let the next start of a unit pass unproved, once, within ten minutes"
+    command = verbs.add_parser("bypass", help=purpose, description=purpose, allow_abbrev=False)
+    command.add_argument("unit", metavar="UNIT")
     return parser

@@ -21,6 +21,8 @@ MESSAGE_IDS: Mapping[str, str] = {
     "holder-survived": "172abcceaa4f7a4221b440f14d0ffdd3",
     "memory-freed": "3813ccca793d2ee11d1d9331c67c5b19",
     "gpu-verdict": "9d05bd6d6bf669631a6fa13c528f1c7a",
+    "bypass-granted": "2e0f4ccf70e4439d9646597166b87c78",
+    "hook-disabled": "3a21559104bc409fad1c9e85c9cc6783",
     "verdict": "dc832c83b1b367bd44ed134e9c2ec2f3",
     "warning": "9782a2a069d506afc467e933f9704cd7",
 }
@@ -164,6 +166,20 @@ def warning(context: Context, text: str, *, gpus: Sequence[Gpu] = ()) -> Record:
 
 
 # Their parts ---------------------------------------------------------------------------------------------------------
+
+
+def bypass_granted(context: Context, *, by: str, until: str) -> Record:
+    """Also shown in the unit's own log, where whoever wonders about its next start looks first."""
+    message = (
+        f"{by} lets the next start of {context.unit} pass without a proof that its GPUs are clean, once, until {until}"
+    )
+    return _record("bypass-granted", WARNING, message, context, {"OBJECT_SYSTEMD_UNIT": context.unit or ""})
+
+
+def hook_disabled(context: Context, *, by: str) -> Record:
+    """Also shown in the unit's own log, like a bypass, and for the same reason."""
+    message = f"nothing proves the GPUs clean any more before {context.unit} starts: {by} has disabled the hook"
+    return _record("hook-disabled", WARNING, message, context, {"OBJECT_SYSTEMD_UNIT": context.unit or ""})
 
 
 def _record(event: str, priority: int, message: str, context: Context, fields: Mapping[str, Value]) -> Record:

@@ -7,12 +7,13 @@ GPU is proved clean and stays so, until somebody alive stands in the way, or unt
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional
 
-from . import __version__, claims, events, judge, owners, refusing, selection, settings
+from . import __version__, bypass, claims, events, judge, owners, refusing, selection, settings
 from .commandline import Options
 from .faults import Interrupted
 from .findings import ROOT
@@ -30,6 +31,9 @@ from .verdict import conclude
 
 #: Seconds between two tries to get the lock of a GPU that another run is judging.
 LOCK_AGAIN = 0.05
+
+#: Seconds in which the driver may say which GPUs a start is given that passes unproved, so that they can be claimed.
+UNPROVED = 10.0
 
 
 class Start(NamedTuple):
@@ -112,9 +116,13 @@ class _Run:
             if self._options.unit is not None or self._options.status
             else settings.certain_unit(self._host.environ, self._cgroup)
         )
-        if certain is not None and self._quick_way(certain):
-            return
+        if certain is not None:
+            self._let_pass(certain, os.getpid())
+            if self._quick_way(certain):
+                return
         start = self._start()
+        if start.own is not None:
+            self._let_pass(start.own.unit.name, start.control_pid)
         deadline = self._deadline(start)
         self._host.systemd.hurry(deadline - clock())
         inventory, gpus = self._measure(start, deadline)
@@ -188,6 +196,37 @@ class _Run:
             text = f"not selected, but NVML cannot reach it: {faults}"
             self._ledger.write(events.warning(self._ledger.context, text, gpus=lost))
 
+    # Without a proof -------------------------------------------------------------------------------------------------
+
+    def _let_pass(self, unit: str, control_pid: int) -> None:
+        """Where an operator has said that this start may pass unproved, it does. Nothing is judged then, nobody is
+        signalled, and nothing that is broken may stand in the way: the policy, the driver, or the locks."""
+        if self._checking or self._options.status:
+            return
+        try:
+            line = self._host.bypasses.read().get(unit)
+        except Denied as error:
+            raise _no_folder(error) from error
+        if line is None:
+            return
+        granted = bypass.parse(line)
+        # It is taken away before it is used: once means once.
+        removed = self._host.bypasses.remove(unit)
+        if granted is None or not removed or not bypass.holds(granted, clock()):
+            return
+        self._ledger.note(unit=unit)
+        message = f"{granted.by} let this start of {unit} pass: nothing was proved of its GPUs"
+        try:
+            start = Start(unit=unit, environ=self._host.environ, policy=Policy(), control_pid=control_pid)
+            with contextlib.suppress(Refusal):
+                start = start._replace(policy=self._policy(unit))
+            _, gpus = self._measure(start, clock() + UNPROVED)
+            self._locked_by(start, gpus)
+            self._claim(start, gpus)
+        except (Refusal, DriverError) as fault:
+            message += f", and no claim keeps others off them ({fault})"
+        raise Refusal(Outcome.BYPASSED, message)
+
     # The quick way ---------------------------------------------------------------------------------------------------
 
     def _quick_way(self, unit: str) -> bool:
@@ -201,7 +240,8 @@ class _Run:
             # Only systemd can tell how long this start may wait for it.
             return False
         beside = cgroupfs.pids(owners.cgroup_of(unit, self._cgroup))
-        if any(control_pid not in procfs.lineage(pid) for pid in beside):
+        # Where not even we are seen in it, nothing tells that nobody else is.
+        if control_pid not in beside or any(control_pid not in procfs.lineage(pid) for pid in beside):
             return False
         if not self._checking and self._locked_by(start, gpus) is not None:
             return False
@@ -278,6 +318,10 @@ class _Run:
 
     def _prove(self, start: Start, gpus: Sequence[Gpu]) -> None:
         """Every selected GPU is clean. A unit's start claims them before the lock is given up."""
+        self._claim(start, gpus)
+        self._ledger.note(proved=True)
+
+    def _claim(self, start: Start, gpus: Sequence[Gpu]) -> None:
         if not self._checking and start.control_pid:
             invocation = start.own.unit.invocation if start.own else self._host.environ.get("INVOCATION_ID", "")
             try:
@@ -285,7 +329,6 @@ class _Run:
                     self._host.claims.write(claim.gpu, claims.text(claim))
             except Denied as error:
                 raise _no_folder(error) from error
-        self._ledger.note(proved=True)
 
     def _foreign_claims(self, start: Start, gpus: Sequence[Gpu]) -> list[claims.Claim]:
         try:

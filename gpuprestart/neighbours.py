@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Callable, NamedTuple
 
 from . import events
-from .host.locks import Claims, Locks
+from .host.locks import Locks, Notes
 from .host.nvml import Driver
 from .host.systemd import Systemd
 from .model import Wait
@@ -32,7 +32,8 @@ class Neighbours(NamedTuple):
     extend_timeout: Callable[[float], bool]
     environ: Mapping[str, str]
     locks: Locks
-    claims: Claims
+    claims: Notes
+    bypasses: Notes
 
 
 def clock() -> float:

@@ -70,6 +70,36 @@ def find_first(name: str, folders: Sequence[str]) -> Optional[str]:
     return None
 
 
+def put(path: str, content: bytes) -> None:
+    """Write a file that anybody may read, in one step for whoever reads it, and also for a machine that loses power.
+
+    Its folder has to be there. Raises OSError, and leaves nothing then.
+    """
+    folder, name = os.path.split(path)
+    aside = os.path.join(folder, f".{name}.{os.getpid()}")
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o644)
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+        os.rename(aside, path)
+    except BaseException:
+        os.unlink(aside)
+        raise
+    keep(folder)
+
+
+def keep(folder: str) -> None:
+    """Have what was made, renamed or removed in a folder outlive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _FLAGS)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _content(path: str, fd: int, limit: int, trusted_owner: Optional[int]) -> bytes:
     status = os.fstat(fd)
     # Asked again of the descriptor that is read: without a trusted owner the file may have been exchanged since.

@@ -1,4 +1,4 @@
-"""One lock per GPU among all runs on this machine, and the claims that lie beside them.
+"""One lock per GPU among all runs on this machine, and the notes that lie beside them: claims, and bypasses.
 
 A lock is an flock(2) on a file: the kernel takes it back when its holder dies, however it dies. Its file is never
 removed, because somebody may be waiting for a lock on that very file.
@@ -64,7 +64,7 @@ class Locks:
         try:
             _make(self._folder, "locks")
             descriptor = os.open(
-                f"{self._folder}/locks/{uuid}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                f"{self._folder}/locks/{_file(uuid)}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
             )
         except OSError as error:
             raise Denied(f"{error.filename}: {error.strerror}") from error
@@ -74,6 +74,9 @@ class Locks:
             name = os.pread(descriptor, 300, 0).decode("utf-8", "replace")
             os.close(descriptor)
             return name or "another run"
+        except OSError as error:
+            os.close(descriptor)
+            raise Denied(f"{self._folder}/locks/{uuid} cannot be locked: {error.strerror}") from error
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder.encode("utf-8", "replace"), 0)
         self._held[uuid] = descriptor
@@ -85,11 +88,20 @@ class Locks:
         self._held.clear()
 
 
-class Claims:
-    """Small files by UUID, each one line of text."""
+def _file(name: str) -> str:
+    """Before R470 the UUID of an instance of MIG was MIG-GPU-<UUID>/<gi>/<ci>, which is no name of a file."""
+    return name.replace("/", "%2F")
 
-    def __init__(self, folder: str = RUN) -> None:
-        self._folder = folder + "/claims"
+
+def _plain(file: str) -> str:
+    return file.replace("%2F", "/")
+
+
+class Notes:
+    """Small files in a folder of their own, each one line of text: ``claims`` by UUID, ``bypass`` by unit."""
+
+    def __init__(self, kind: str, folder: str = RUN) -> None:
+        self._folder = f"{folder}/{kind}"
 
     def read(self) -> dict[str, str]:
         """All that there are. Raises Denied where they are there and cannot be read."""
@@ -97,7 +109,8 @@ class Claims:
             _trust(os.path.dirname(self._folder))
             _trust(self._folder)
             names = os.listdir(self._folder)
-            return {name: text for name in names if not name.startswith(".") and (text := self._text(name)) is not None}
+            shown = [name for name in names if not name.startswith(".")]
+            return {_plain(name): text for name in shown if (text := self._text(name)) is not None}
         except FileNotFoundError:
             return {}
         except OSError as error:
@@ -117,20 +130,23 @@ class Claims:
         finally:
             os.close(descriptor)
 
-    def write(self, uuid: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
         """Put one there in one step. Raises Denied."""
-        aside = f"{self._folder}/.{uuid}.{os.getpid()}"
+        aside = f"{self._folder}/.{_file(name)}.{os.getpid()}"
         try:
             _make(*os.path.split(self._folder))
             with open(aside, "w", encoding="utf-8") as file:
                 file.write(text)
-            os.rename(aside, f"{self._folder}/{uuid}")
+            os.rename(aside, f"{self._folder}/{_file(name)}")
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
             raise Denied(f"{error.filename}: {error.strerror}") from error
 
-    def remove(self, uuid: str) -> None:
-        """Take one away that no longer holds. Should it stay, it is judged again by everybody who reads it."""
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self._folder}/{uuid}")
+    def remove(self, name: str) -> bool:
+        """Take one away; whether it was us who did. One that stays is judged again by everybody who reads it."""
+        try:
+            os.unlink(f"{self._folder}/{_file(name)}")
+        except OSError:
+            return False
+        return True

@@ -36,6 +36,24 @@ def pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def login_name() -> str:
+    """Who logged in, and became root only then, as the kernel keeps it (/proc/PID/loginuid, see proc(5))."""
+    import pwd
+
+    try:
+        with open("/proc/self/loginuid", encoding="ascii") as file:
+            uid = int(file.read())
+    except (OSError, ValueError):
+        uid = os.getuid()
+    if uid == 2**32 - 1:
+        # Nobody logged in: a service, or a container's shell.
+        uid = os.getuid()
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
 def read(pid: int) -> Process | None:
     """Who a process is now, or None if there is no such process or only its corpse: a true zombie holds nothing.
 
@@ -158,9 +176,12 @@ def _exe_trusted(directory: int) -> bool:
 
 
 def _pid_namespace(directory: int) -> int:
+    """The inode of its PID namespace; 0 where we may not look into it."""
     try:
         return os.stat("ns/pid", dir_fd=directory).st_ino
-    except OSError:
+    except PermissionError:
+        # The kernel says so of a process that has just gone, too; but that one has no stat any more.
+        _bytes(directory, "stat")
         return 0
 
 

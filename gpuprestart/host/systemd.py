@@ -13,8 +13,12 @@ from collections.abc import Sequence
 from ..model import Unit, Wait
 
 #: Absolute: nothing on the way of a server start is looked up in a PATH.
-SYSTEMCTL = "/usr/bin/systemctl"
+SYSTEMCTL = "/bin/systemctl"  # Where /bin and /usr/bin are two folders, as on old Debians, it is in the former.
 BUSCTL = "/usr/bin/busctl"
+ANALYZE = "/usr/bin/systemd-analyze"
+
+#: Seconds for what reads every unit file that there is.
+SLOW = 90.0
 
 #: The environment of everything that is run from here. Without the caller's own, nothing in it can change an answer.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
@@ -48,10 +52,19 @@ class SystemdError(Exception):
 class Systemd:
     """systemd by way of its own command, asked with a timeout in seconds for every call."""
 
-    def __init__(self, wait: Wait, *, systemctl: str = SYSTEMCTL, busctl: str = BUSCTL, timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        wait: Wait,
+        *,
+        systemctl: str = SYSTEMCTL,
+        busctl: str = BUSCTL,
+        analyze: str = ANALYZE,
+        timeout: float = 10.0,
+    ) -> None:
         self._wait = wait
         self._systemctl = systemctl
         self._busctl = busctl
+        self._analyze = analyze
         self._timeout = timeout
         self._until = math.inf
 
@@ -72,6 +85,53 @@ class Systemd:
     def properties(self, name: str, wanted: Sequence[str]) -> dict[str, str]:
         """These properties of one unit, as systemctl prints them; one that it does not have is absent."""
         return _pairs(self._run([self._systemctl, "show", "--no-pager", f"--property={','.join(wanted)}", "--", name]))
+
+    def everything(self, name: str) -> dict[str, object]:
+        """All that systemd knows of a service, by property, loaded for it where it was not: arguments, flags and paths
+        as they are, where ``systemctl show`` prints them run together (org.freedesktop.systemd1(5))."""
+        import json
+
+        bus = "org.freedesktop.systemd1"
+        call = [self._busctl, "--json=short", "call", bus]
+        try:
+            manager = ("/org/freedesktop/systemd1", f"{bus}.Manager")
+            path = json.loads(self._run([*call, *manager, "LoadUnit", "s", name]))["data"][0]
+            found: dict[str, object] = {}
+            for interface in ("Unit", "Service") if name.endswith(".service") else ("Unit",):
+                get = ("org.freedesktop.DBus.Properties", "GetAll", "s", f"{bus}.{interface}")
+                said = json.loads(self._run([*call, path, *get]))["data"][0]
+                found.update((key, value["data"]) for key, value in said.items())
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            raise SystemdError(f"systemd gave an answer about {name} that cannot be read ({error})") from error
+        return found
+
+    def list_unit_files(self, pattern: str) -> list[str]:
+        """The names of the unit files that fit a pattern of systemctl(1)."""
+        show = [self._systemctl, "list-unit-files", "--no-pager", "--no-legend", "--plain", "--full", "--", pattern]
+        # Where nothing fits, it fails without a word.
+        status, output, complaint = self._finish(show)
+        if status and complaint:
+            raise _failed(show, status, complaint)
+        return [line.split()[0] for line in output.decode("utf-8", "surrogateescape").splitlines() if line.strip()]
+
+    def list_units(self, pattern: str) -> list[str]:
+        """The names of the units that systemd has loaded, running or not, and that fit a pattern of systemctl(1)."""
+        show = [self._systemctl, "list-units", "--all", "--no-pager", "--no-legend", "--plain", "--full", "--", pattern]
+        return [line.split()[0] for line in self._run(show).splitlines() if line.strip()]
+
+    def each(self, pattern: str, wanted: Sequence[str]) -> list[dict[str, str]]:
+        """These properties of every loaded unit, running or not, that fits a pattern of systemctl(1)."""
+        show = [self._systemctl, "show", "--all", "--no-pager", f"--property={','.join(wanted)}", "--", pattern]
+        return [_pairs(block) for block in self._run(show).split("\n\n") if block.strip()]
+
+    def verify(self, paths: Sequence[str]) -> list[str]:
+        """What systemd-analyze(1) has to complain of when it loads these units; their folders come before systemd's."""
+        _, _, complaint = self._finish([self._analyze, "verify", "--man=no", "--", *paths], SLOW)
+        return complaint.decode("utf-8", "replace").splitlines()
+
+    def reload(self) -> None:
+        """Have systemd read its unit files again, with generators and all."""
+        self._run([self._systemctl, "daemon-reload"], SLOW)
 
     def kill_user_processes(self) -> tuple[bool, list[str], list[str]]:
         """What logind is set to do with what ended sessions leave: KillUserProcesses=, KillOnlyUsers=,
@@ -96,7 +156,14 @@ class Systemd:
         call = ("StartTransientUnit", "ssa(sv)a(sa(sv))", *scope, *properties, "0")
         self._run([self._busctl, "--quiet", "call", *manager, *call])
 
-    def _run(self, arguments: Sequence[str]) -> str:
+    def _run(self, arguments: Sequence[str], timeout: float = 0.0) -> str:
+        status, output, complaint = self._finish(arguments, timeout)
+        if status:
+            raise _failed(arguments, status, complaint)
+        return output.decode("utf-8", "surrogateescape")
+
+    def _finish(self, arguments: Sequence[str], timeout: float = 0.0) -> tuple[int, bytes, bytes]:
+        """Run a command to its end: its exit status, and what it printed."""
         import subprocess
 
         try:
@@ -113,16 +180,13 @@ class Systemd:
         with process:
             try:
                 now = time.monotonic()
-                deadline = now + max(1.0, min(self._timeout, self._until - now))
+                deadline = now + max(1.0, min(timeout or self._timeout, self._until - now))
                 output, complaint = self._read(process, deadline)
                 self._await(process, deadline)
             except BaseException:
                 process.kill()
                 raise
-        if process.returncode:
-            lines = complaint.decode("utf-8", "replace").split("\n")
-            raise SystemdError(f"{arguments[0]} failed: {lines[0] or process.returncode}")
-        return output.decode("utf-8", "surrogateescape")
+        return process.returncode, output, complaint
 
     def _await(self, process: subprocess.Popen[bytes], deadline: float) -> None:  # type: ignore[name-defined]  # noqa: F821
         """Wait for an end that must come soon: it has closed its outputs."""
@@ -149,6 +213,11 @@ class Systemd:
                 if not part:
                     still_open.discard(descriptor)
         return parts[process.stdout.fileno()], parts[process.stderr.fileno()]
+
+
+def _failed(arguments: Sequence[str], status: int, complaint: bytes) -> SystemdError:
+    lines = complaint.decode("utf-8", "replace").split("\n")
+    return SystemdError(f"{arguments[0]} failed: {lines[0] or status}")
 
 
 def seconds(span: str) -> float | None:

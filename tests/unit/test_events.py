@@ -101,6 +101,8 @@ def samples(comm: str = "python3", text: str = "GPU 3 is lost") -> dict[str, eve
         "holder-survived": events.holder_survived(CONTEXT, one, gpus, seconds=10.0, state="D", wchan="uvm_spin_loop"),
         "memory-freed": events.memory_freed(CONTEXT, state(), state(used=3 * MIB), seconds=45.01),
         "gpu-verdict": events.gpu_verdict(CONTEXT, state()),
+        "bypass-granted": events.bypass_granted(CONTEXT, by="alice", until="14:03:22"),
+        "hook-disabled": events.hook_disabled(CONTEXT, by="alice"),
         "verdict": events.verdict(verdict(Outcome.PROTECTED)),
         "warning": events.warning(CONTEXT, text, gpus=[Gpu(3, "GPU-3")]),
     }

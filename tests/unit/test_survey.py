@@ -12,7 +12,7 @@ import pytest
 
 from gpuprestart import owners, survey, ties
 from gpuprestart.host import procfs
-from gpuprestart.host.locks import Claims, Locks
+from gpuprestart.host.locks import Locks, Notes
 from gpuprestart.host.nvml import Driver, DriverError
 from gpuprestart.host.systemd import Systemd, SystemdError
 from gpuprestart.model import MIB, Holder, OwnerKind, Process, Reading, Refusal, Unit
@@ -171,7 +171,8 @@ class Scene:
             extend_timeout=lambda seconds: False,
             environ={},
             locks=Locks(str(folder)),
-            claims=Claims(str(folder)),
+            claims=Notes("claims", str(folder)),
+            bypasses=Notes("bypass", str(folder)),
         )
 
     def surveyor(self, own: Optional[owners.Own] = None, pids_ours: bool = True) -> Surveyor:
@@ -284,7 +285,8 @@ def test_all_processes_of_our_own_unit_are_looked_at(stage: Scene, monkeypatch: 
     """Those of its last run are holders without any GPU; what our control process started is kin."""
     with waiting() as left, python(HOLDER, stage.nodes[1]) as beside:
         ours = unit("old.service", "activating", control_pid=beside.pid, condition_usec=2**62)
-        monkeypatch.setattr(survey, "cgroupfs", SimpleNamespace(pids=lambda cgroup: {left.pid, beside.pid}))
+        in_unit = {left.pid, beside.pid, os.getpid()}
+        monkeypatch.setattr(survey, "cgroupfs", SimpleNamespace(pids=lambda cgroup: in_unit))
         found = stage.surveyor(owners.Own(unit=ours, boottime_ahead=0, ticks_per_second=procfs.TICKS)).look()
         assert {each.process.pid: each.owner.kind for each in found.holders}[left.pid] is OwnerKind.OWN_PREVIOUS
         assert beside.pid in found.kin and left.pid not in found.kin
