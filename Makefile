@@ -40,6 +40,15 @@ cases: setup  ## Run every case and list id, test and result
 demo: setup  ## Watch three starts on the simulated node (NODE=none: in a chroot)
 	$(VENV)/bin/python -m tests.node.demo --node=$(NODE)
 
+# What the properties are held against; once they have passed, they are not tried again until any of it changes.
+PROPERTIES = gpuprestart/*.py gpuprestart/host/*.py tests/conftest.py tests/unit/*.py
+
+.PHONY: soak
+soak: setup  ## Try the properties at length and 1000 starts in a row; an hour at most, the next call goes on from there
+	@passed=build/soak/properties-$$(cat $(PROPERTIES) | sha256sum | cut -c1-16); test -e $$passed || { \
+	    $(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=long && mkdir -p build/soak && touch $$passed; }
+	$(VENV)/bin/python -m tests.node.soak
+
 .PHONY: format
 format: setup  ## Lay out the code as the linter wants it
 	$(VENV)/bin/ruff check --fix .

@@ -26,6 +26,8 @@ VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICE
 
 _SAFE = ("the file and its folders must be root's, and writable by nobody else: chown root, chmod go-w",)
 
+_ANSWERS = ("see whether systemd answers: systemctl show",)
+
 #: While a unit is in one of these states its control process is one that may judge for it.
 CONTROL_STATES = ("condition", "start-pre", "stop-post")
 
@@ -86,18 +88,16 @@ def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[
     try:
         units = systemd.units(named)
     except SystemdError as error:
-        raise Refusal(
-            Outcome.UNKNOWN,
-            f"cannot tell whose start this is: {error}",
-            ["see whether systemd answers: systemctl show"],
-        ) from error
+        raise Refusal(Outcome.UNKNOWN, f"cannot tell whose start this is: {error}", _ANSWERS) from error
     unit = owners.unit_of(cgroup, units)
-    if unit is None or not unit.name.endswith(".service") or unit.control_pid not in lineage:
+    if unit is None or not unit.name.endswith(".service"):
         return None
-    if unit.sub_state in ENDING_STATES:
-        message = f"{unit.name} was told to stop, or timed out, before its GPUs were judged ({unit.sub_state})"
+    over = unit.active_state in ("inactive", "failed")
+    if over or (unit.sub_state in ENDING_STATES and unit.control_pid in lineage):
+        why = "has ended" if over else "was told to stop, or timed out,"
+        message = f"{unit.name}, of which this run is a part, {why} before its GPUs were judged ({unit.sub_state})"
         raise Refusal(Outcome.INTERRUPTED, message, [f"systemctl start {unit.name} begins anew"])
-    if unit.sub_state not in CONTROL_STATES:
+    if unit.control_pid not in lineage or unit.sub_state not in CONTROL_STATES:
         return None
     ahead = time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
     return owners.Own(unit=unit, boottime_ahead=int(ahead * 1_000_000), ticks_per_second=procfs.TICKS)
@@ -108,7 +108,7 @@ def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
     try:
         said = systemd.properties(unit, ("LoadState", "Environment", "EnvironmentFiles"))
     except SystemdError as error:
-        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about {unit}: {error}") from error
+        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about {unit}: {error}", _ANSWERS) from error
     if said.get("LoadState") != "loaded":
         raise Refusal(
             Outcome.CONFIG,

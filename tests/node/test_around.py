@@ -83,6 +83,25 @@ def test_stopped_before_it_knows_whose_start_it_is(scene: Scene) -> None:
     assert run["gpus"] == [] and scene.alive(orphans)
 
 
+@pytest.mark.case("D3")
+def test_what_is_left_of_a_start_that_is_over_judges_nothing(scene: Scene) -> None:
+    """The shell has obeyed, and the hook in its pipeline goes on without it; nobody waits for what it finds."""
+    _, orphans = scene.orphans("--open", "0,1", "--gpu", "0,1", "--mib", "900")
+    begun, go = f"/run/{scene.name('begun')}", f"/run/{scene.name('go')}"
+    script = f"{{ touch {begun}; until [ -e {go} ]; do sleep 0.02; done; {CLEAN} --deadline 5s; }} & wait"
+    server = scene.server(gpus="0", command=f"/bin/sh -c {shlex.quote(script)}", more="KillMode=process\n")
+    scene.node.systemctl("start", "--no-block", server)
+    scene.node.wait_for(lambda: scene.node.exists(begun), timeout=10, what="the shell has begun")
+    scene.node.systemctl("stop", server)
+    scene.await_state(server, "failed")
+    scene.node.run(["touch", go])
+    scene.node.wait_for(lambda: not scene.node.unit_pids(server), timeout=20, what="what is left has ended")
+    run = _said(scene, server)
+    assert (run["outcome"], run["exit"]) == ("interrupted", 75)
+    assert server in run["message"]
+    assert run["gpus"] == [] and scene.alive(orphans)
+
+
 @pytest.mark.parametrize("outcome", ["clean", "cleaned", "protected", "unattributed", "config"])
 def test_no_process_outlives_a_run(scene: Scene, outcome: str) -> None:
     if outcome == "cleaned":

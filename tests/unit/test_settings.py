@@ -122,9 +122,18 @@ def test_a_start_that_is_no_longer_wanted_judges_nothing(sub: str) -> None:
     with pytest.raises(Refusal) as caught:
         settings.own_unit(Books(starting(sub)), CGROUP, LINEAGE)
     assert caught.value.outcome is Outcome.INTERRUPTED
-    assert "sglang.service was told to stop" in caught.value.message
+    assert "sglang.service" in caught.value.message and "was told to stop" in caught.value.message
     # Whoever else is in that cgroup is not what was told to stop.
     assert settings.own_unit(Books(starting(sub, control_pid=400)), CGROUP, LINEAGE) is None
+
+
+@pytest.mark.parametrize("state", ["inactive", "failed"])
+def test_what_is_left_of_a_unit_that_has_ended_judges_nothing(state: str) -> None:
+    """Its shell has obeyed, and the hook in the shell's pipeline goes on without a unit that wants to know."""
+    with pytest.raises(Refusal) as caught:
+        settings.own_unit(Books(unit("sglang.service", state, state)), CGROUP, LINEAGE)
+    assert caught.value.outcome is Outcome.INTERRUPTED
+    assert "sglang.service" in caught.value.message and "has ended" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -249,6 +258,7 @@ def test_a_unit_that_systemd_is_silent_about_is_unknown() -> None:
     with pytest.raises(Refusal) as caught:
         settings.environment_of(Books(silent="no answer"), "sglang.service")
     assert caught.value.outcome is Outcome.UNKNOWN
+    assert caught.value.hints
 
 
 # The policy ----------------------------------------------------------------------------------------------------------
