@@ -49,6 +49,10 @@ soak: setup  ## Try the properties at length and 1000 starts in a row; an hour a
 	    $(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=long && mkdir -p build/soak && touch $$passed; }
 	$(VENV)/bin/python -m tests.node.soak
 
+.PHONY: man
+man:  ## Make the manual pages
+	python3 packaging/man.py
+
 .PHONY: format
 format: setup  ## Lay out the code as the linter wants it
 	$(VENV)/bin/ruff check --fix .

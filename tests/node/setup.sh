@@ -28,6 +28,11 @@ need gcc gcc
 need pkg-config pkg-config
 need libsystemd-dev '/usr/include/systemd/sd-journal.h'
 need ca-certificates '/etc/ssl/certs/ca-certificates.crt'
+# The manual is set, and the completions are asked, by the programs that will.
+need man-db man
+need groff-base groff
+need zsh zsh
+need fish fish
 need python3-venv python3
 # Debian and Ubuntu split ensurepip and the headers off the interpreter; other builds of Python, first in
 # PATH, have their own.

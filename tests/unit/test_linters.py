@@ -19,7 +19,14 @@ from tests.node.image import cache_directory
 ROOT = Path(__file__).parents[2]
 OLDEST = (3, 9)
 #: What the unit tests need there. Without systemd-python, which needs a compiler, the journal's tests are skipped.
-NEEDED = ("pytest>=8,<9", "hypothesis>=6.100,<7", "nvidia-ml-py>=12.535.133", "psutil>=5.8", "tomli>=2.0")
+NEEDED = (
+    "pytest>=8,<9",
+    "hypothesis>=6.100,<7",
+    "jsonschema>=4.17,<5",
+    "nvidia-ml-py>=12.535.133",
+    "psutil>=5.8",
+    "tomli>=2.0",
+)
 
 
 def run(*command: str) -> None:
