@@ -6,10 +6,12 @@ initialises while the rest of the program is loaded. So what is imported up here
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from .faults import SCARCE, scarce
 from .host.child import Child
 from .host.library import Library, load_pynvml
 from .host.waiter import Waiter
@@ -19,11 +21,15 @@ if TYPE_CHECKING:
 
     from .commandline import Command
 
-#: The status of a fault in this program, where there is not even a verdict to tell it.
-EX_SOFTWARE = 70
+#: The statuses of a fault in this program, of a machine that has nothing to give, and of a unit that does not let us
+#: have enough, where there is not even a verdict to tell it.
+EX_SOFTWARE, EX_UNAVAILABLE, EX_CONFIG = 70, 69, 78
 
 #: Stands for an end by SIGABRT, as a shell shows it.
 ABORTED = 134
+
+#: So many open files a run needs at most beside its pidfds, with as many for those.
+ENOUGH = 64
 
 #: What in the environment can change which NVML answers, or how (ld.so(8), NVML's own variables).
 SUSPECT = ("LD_", "NVML_")
@@ -33,17 +39,30 @@ def run() -> None:
     """The console entry."""
     try:
         status = main(sys.argv[1:])
-    except Exception:  # noqa: BLE001  No status but those of the contract, also where not even a child can be forked.
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except Exception as error:  # noqa: BLE001  No status but those of the contract, also where no child can be forked.
+        status = _failed(error)
+    for stream in (sys.stdout, sys.stderr):
+        # Whoever read it may have gone; the interpreter would end with a status of its own for that.
+        with contextlib.suppress(OSError):
+            stream.flush()
+    if status == ABORTED:
+        _abort()
+    # Everything is closed and told. To take the interpreter apart first would only keep a server waiting.
+    os._exit(status)
+
+
+def _failed(error: Exception) -> int:
+    """Say what kept the program from running at all, and return the status for it."""
+    with contextlib.suppress(OSError):
+        if scarce(error):
+            print(f"gpuprestart: {SCARCE}: {error}", file=sys.stderr)
+            return EX_UNAVAILABLE
         import traceback
 
         traceback.print_exc()
-        status = EX_SOFTWARE
-    if status == ABORTED:
-        _abort()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Everything is closed and told. To take the interpreter apart first would only keep a server waiting.
-    os._exit(status)
+    return EX_UNAVAILABLE if scarce(error) else EX_SOFTWARE
 
 
 def _abort() -> None:
@@ -51,7 +70,6 @@ def _abort() -> None:
     import resource
     import signal
 
-    sys.stdout.flush()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.raise_signal(signal.SIGABRT)
 
@@ -59,6 +77,10 @@ def _abort() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the program and return its exit status."""
     _have_standard_streams()
+    if not _have_descriptors():
+        limit = os.sysconf("SC_OPEN_MAX")
+        print(f"gpuprestart: config: only {limit} open files are allowed; hint: LimitNOFILE={ENOUGH}", file=sys.stderr)
+        return EX_CONFIG
     _run_clean_of(os.environ)
     # What lies in /run is nobody's to change but ours, whatever UMask= is good for the server's files.
     os.umask(0o022)
@@ -88,6 +110,18 @@ def _have_standard_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
+def _have_descriptors() -> bool:
+    """Whether there may be enough of them, raising the limit if need be: with too few, one thing after the other would
+    fail, and be told as the fault of whatever came last."""
+    if os.sysconf("SC_OPEN_MAX") < ENOUGH:
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (ENOUGH, max(ENOUGH, hard)))
+    return os.sysconf("SC_OPEN_MAX") >= ENOUGH
+
+
 def _run_clean_of(environ: Mapping[str, str]) -> None:
     """Execute ourselves again without what could bring another NVML than the system's.
 
@@ -111,9 +145,7 @@ def _administer(arguments: Sequence[str], wait: Waiter) -> int:
 
 
 def _perform(command: Command, wait: Waiter, child: Child) -> int:
-    import contextlib
-
-    from . import events, hook
+    from . import events, hook, owners
     from .host import procfs
     from .host.child import Questions
     from .host.journal import Journal
@@ -123,6 +155,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .host.systemd import Systemd, SystemdError
     from .neighbours import Neighbours
     from .telling import Teller
+    from .verdict import survivors
 
     locks = Locks()
 
@@ -168,7 +201,13 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     journal.close()
     if command.verb == "clean" and verdict.unit:
         stuck = questions.pids if child.end() else {child.pid, *questions.pids}
-        for pid in sorted(stuck):
+        aside = [(pid, f"gpuprestart-stuck-{pid}.scope", "Asked the NVIDIA driver, and hangs in it") for pid in stuck]
+        aside += [
+            (process.pid, owners.unkillable_scope(process.pid), f"A process of {verdict.unit} that survived SIGKILL")
+            for process in survivors(verdict)
+            if procfs.still_there(process)
+        ]
+        for pid, scope, description in aside:
             with contextlib.suppress(SystemdError):
-                host.systemd.set_aside(pid)
+                host.systemd.set_aside(pid, scope, description)
     return status

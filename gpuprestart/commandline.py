@@ -85,12 +85,15 @@ def parse(arguments: Sequence[str]) -> Command:
 
 def _parser() -> argparse.ArgumentParser:
     import argparse
+    import contextlib
     import sys
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            self.print_usage(sys.stderr)
-            self.exit(EX_USAGE, f"{self.prog}: {message}\n")
+            with contextlib.suppress(OSError):
+                self.print_usage(sys.stderr)
+                print(f"{self.prog}: {message}", file=sys.stderr)
+            raise SystemExit(EX_USAGE)
 
     parser = Parser(
         prog="gpuprestart",

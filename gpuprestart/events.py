@@ -155,6 +155,8 @@ def verdict(verdict: Verdict) -> Record:
         "GPUPRESTART_EXIT": str(verdict.exit),
         "GPUPRESTART_HINT": verdict.hints[:MOST_HINTS],
         **_gpu_names([state.gpu for state in verdict.gpus]),
+        # journald asks whose a record is when it reads it, and that of a process which has gone by then is nobody's.
+        "OBJECT_SYSTEMD_UNIT": verdict.unit or "",
     }
     context = Context(unit=verdict.unit, run=verdict.run)
     return _record("verdict", _WEIGHTS.get(verdict.outcome, ERR), sentence(verdict), context, fields)

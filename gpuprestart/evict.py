@@ -8,15 +8,16 @@ nothing is lost when the run is cut short.
 from __future__ import annotations
 
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Callable, NamedTuple, Protocol
 
 from .host import pidfd
 from .model import Decision, Fate, Wait
 
-#: Which of these are still to be ended, each as it is now, after another look at the process and its owner.
-StillStale = Callable[[Sequence[Decision]], Sequence[Decision]]
+#: Which of these are still to be ended, each as it is now, after another look at the process and its owner. What is
+#: looked at last is looked at as each is taken, which is right before its signal.
+StillStale = Callable[[Sequence[Decision]], Iterable[Decision]]
 
 
 class Witness(Protocol):

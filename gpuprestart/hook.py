@@ -8,6 +8,7 @@ GPU is proved clean and stays so, until somebody alive stands in the way, or unt
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple, Optional
 
 from . import __version__, bypass, claims, events, judge, owners, refusing, selection, settings
 from .commandline import Options
-from .faults import Interrupted
+from .faults import SCARCE, Interrupted, scarce
 from .findings import ROOT
 from .host import cgroupfs, procfs
 from .host.locks import Denied
@@ -69,16 +70,23 @@ def run(options: Options, host: Neighbours, *, checking: bool) -> Verdict:
     except Interrupted as interrupted:
         verdict = conclude(ledger.story(interrupted=interrupted))
     except Exception as error:  # noqa: BLE001  Whatever it is, systemd must hear a status that refuses.
-        import traceback
-
-        traceback.print_exc()
-        message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
-        fault = Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
-        verdict = conclude(ledger.story(refusal=fault))
+        verdict = conclude(ledger.story(refusal=_fault(error)))
     finally:
         host.deafen()
         host.locks.release()
     return verdict if checking else refusing.sure(verdict, host.systemd, procfs.own_cgroup())
+
+
+def _fault(error: Exception) -> Refusal:
+    if scarce(error):
+        hint = "TasksMax=, LimitNPROC=, LimitNOFILE= and MemoryMax= of the unit, and what else runs here, may be why"
+        return Refusal(Outcome.UNKNOWN, f"{SCARCE}: {error}", [hint])
+    import traceback
+
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+    message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
+    return Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
 
 
 def _silent(record: events.Record) -> None:
@@ -168,6 +176,7 @@ class _Run:
                 raise
             policy = Policy()
         self._ledger.note(policy_files=policy.files)
+        self._host.systemd.hurry(self._began + policy.deadline.total - clock())
         return policy
 
     def _measure(self, start: Start, deadline: float) -> tuple[Inventory, tuple[Gpu, ...]]:
@@ -373,7 +382,8 @@ EXTENSION = 5.0
 
 
 def _no_folder(error: Denied) -> Refusal:
-    return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [ROOT])
+    room = {errno.ENOSPC: "make room in /run: df -h /run, df -i /run", errno.EROFS: "/run has to be writable"}
+    return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [room.get(error.number, ROOT)])
 
 
 def _pids_ours(policy: Policy) -> bool:

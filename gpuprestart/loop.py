@@ -6,7 +6,7 @@ it goes to the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from . import drain, evict, judge, table
 from .ledger import Ledger
@@ -81,10 +81,11 @@ def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until
 def _evict(
     policy: Policy, survey: Survey, plan: Plan, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float
 ) -> None:
-    def still_stale(decisions: Sequence[Decision]) -> Sequence[Decision]:
+    def still_stale(decisions: Sequence[Decision]) -> Iterator[Decision]:
         fresh = surveyor.again(survey, [decision.holder for decision in decisions])
         judged = [table.decide(policy, fresh, holder) for holder in fresh.holders]
-        return [decision for decision in judged if decision.action is Action.KILL]
+        # systemd takes its time to answer, and signals for many follow one another; so the last look at each is now.
+        return (each for each in judged if each.action is Action.KILL and surveyor.unchanged(each.holder.process))
 
     with ledger.phase("evict"):
         host.say_status(f"Ending {len(plan.evict)} stale GPU holders")

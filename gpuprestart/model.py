@@ -158,6 +158,8 @@ class Process(NamedTuple):
     pid_namespace: int = 0
     #: Who started it or has adopted it, by comm and PID, if that could be read.
     parent: str = ""
+    #: Where its stack begins: somewhere else with each program that it executes; 0 where that could not be read.
+    image: int = 0
 
     @property
     def identity(self) -> tuple[int, int]:

@@ -48,6 +48,8 @@ RUNTIMES = (
     "containerd-shim*", "conmon*", "lxc-start*", "lxc-execute*", "?lxc monitor*", "systemd-nspawn*", "slurmstepd*",
 )  # fmt: skip
 
+_UNKILLABLE = "gpuprestart-unkillable-"
+
 _SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/(?:.*/)?job_?([0-9]+)(?=/|$)")
 
 
@@ -95,6 +97,16 @@ def carrier(unit: str) -> bool:
     """Whether a unit's processes are other people's work, so that an inactive unit says nothing about them."""
     name = unit.rpartition(".")[0]
     return any(fnmatchcase(name, pattern) for pattern in CARRIERS)
+
+
+def unkillable_scope(pid: int) -> str:
+    """The scope in which a process of our unit is set aside that survived SIGKILL."""
+    return f"{_UNKILLABLE}{pid}.scope"
+
+
+def is_set_aside(unit: str) -> bool:
+    """Whether such a process is in it. Only root makes units of the system, so the name can be believed."""
+    return unit.startswith(_UNKILLABLE)
 
 
 def below(cgroup: str, control_group: str) -> bool:

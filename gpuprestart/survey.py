@@ -13,7 +13,7 @@ from typing import Callable, Optional
 from . import claims, owners, ties
 from .host import cgroupfs, nvidia, procfs
 from .host.systemd import SystemdError
-from .model import Claim, Gpu, Holder, Inventory, Outcome, Reading, Refusal, Survey, Unit
+from .model import Claim, Gpu, Holder, Inventory, Outcome, Process, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
 from .registry import SLOW, Registry
 
@@ -95,6 +95,10 @@ class Surveyor:
         owned = self._registry.owners_of(now)
         fresh = tuple(before[process.pid]._replace(process=process, owner=owned[process.pid]) for process in now)
         return survey._replace(holders=fresh, kin=self._kin(self._unit_pids()))
+
+    def unchanged(self, process: Process) -> bool:
+        """Whether a process is as it was at the last look, as far as that can be told at once and of it alone."""
+        return procfs.unchanged(process)
 
     def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
         """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""

@@ -11,7 +11,7 @@ from typing import Callable
 
 from . import infrastructure, rules
 from .model import Action, Decision, Holder, Owner, OwnerKind, Survey, Unit
-from .owners import carrier, over
+from .owners import carrier, is_set_aside, over
 from .policy import Policy
 
 
@@ -67,6 +67,8 @@ def _unit(policy: Policy, holder: Holder) -> Row:
     owner = holder.owner
     unit = owner.unit
     assert unit
+    if is_set_aside(unit.name):
+        return Action.KILL, f"was set aside in {unit.name}, since it survived SIGKILL at an earlier start", ""
     if unit.up:
         return Action.REFUSE, f"belongs to {unit.name}, which is {unit.active_state}", f"systemctl stop {unit.name}"
     if unit.active_state == "deactivating":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -73,7 +74,7 @@ class Teller:
             if not any(state.unknown for state in verdict.gpus):
                 return 0
         else:
-            print(report.sentence(verdict), file=self._err)
+            self._complain(report.sentence(verdict))
         return EXIT_STATUS[Outcome.UNKNOWN]
 
     def _print(self, text: str) -> None:
@@ -81,9 +82,13 @@ class Teller:
         try:
             _write(self._out, text)
         except OSError as error:
-            print(f"gpuprestart: cannot write to standard output: {error.strerror}", file=self._err)
+            self._complain(f"gpuprestart: cannot write to standard output: {error.strerror}")
             # The interpreter tries once more when it ends, and would end with a status of its own.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+
+    def _complain(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            print(line, file=self._err)
 
 
 def _write(out: TextIO, text: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import findings
 from .findings import Finding
-from .model import EXIT_STATUS, Outcome, Verdict
+from .model import EXIT_STATUS, Fate, Outcome, OwnerKind, Process, Verdict
 from .story import Story
 
 _ORDER = list(Outcome)
@@ -41,6 +41,12 @@ def conclude(story: Story) -> Verdict:
         decisions=story.seen,
         fates=story.fates,
     )
+
+
+def survivors(verdict: Verdict) -> list[Process]:
+    """Processes of our unit's earlier runs that nothing ended."""
+    own = [each.holder for each in verdict.decisions if each.holder.owner.kind is OwnerKind.OWN_PREVIOUS]
+    return [holder.process for holder in own if verdict.fates.get(holder.process.identity) is Fate.SURVIVED]
 
 
 def _for(story: Story) -> Finding:

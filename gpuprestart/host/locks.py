@@ -34,7 +34,15 @@ def _trust(path: str) -> None:
 
 
 class Denied(Exception):
-    """The folder cannot be used; the text says why."""
+    """The folder cannot be used; the text says why, and ``number`` is the kernel's errno, or 0."""
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def _denied(error: OSError, path: str) -> Denied:
+    return Denied(f"{error.filename or path}: {error.strerror}", error.errno or 0)
 
 
 class Locks:
@@ -61,13 +69,12 @@ class Locks:
         return None
 
     def _take(self, uuid: str, holder: str) -> str | None:
+        path = f"{self._folder}/locks/{_file(uuid)}"
         try:
             _make(self._folder, "locks")
-            descriptor = os.open(
-                f"{self._folder}/locks/{_file(uuid)}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
-            )
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise Denied(f"{error.filename}: {error.strerror}") from error
+            raise _denied(error, path) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -76,10 +83,13 @@ class Locks:
             return name or "another run"
         except OSError as error:
             os.close(descriptor)
-            raise Denied(f"{self._folder}/locks/{uuid} cannot be locked: {error.strerror}") from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode("utf-8", "replace"), 0)
+            raise Denied(f"{path} cannot be locked: {error.strerror}", error.errno or 0) from error
         self._held[uuid] = descriptor
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder.encode("utf-8", "replace"), 0)
+        except OSError as error:
+            raise _denied(error, path) from error
         return None
 
     def release(self) -> None:
@@ -114,7 +124,7 @@ class Notes:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            raise Denied(f"{error.filename}: {error.strerror}") from error
+            raise _denied(error, self._folder) from error
 
     def _text(self, name: str) -> str | None:
         path = f"{self._folder}/{name}"
@@ -141,7 +151,7 @@ class Notes:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(aside)
-            raise Denied(f"{error.filename}: {error.strerror}") from error
+            raise _denied(error, aside) from error
 
     def remove(self, name: str) -> bool:
         """Take one away; whether it was us who did. One that stays is judged again by everybody who reads it."""

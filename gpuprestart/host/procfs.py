@@ -81,6 +81,7 @@ def read(pid: int) -> Process | None:
             exe=_exe(directory),
             exe_trusted=_exe_trusted(directory),
             pid_namespace=_pid_namespace(directory),
+            image=int(fields[25]),
         )
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -92,6 +93,16 @@ def still_there(process: Process) -> bool:
     """Whether this very process is alive."""
     now = read(process.pid)
     return now is not None and now.identity == process.identity
+
+
+def unchanged(process: Process) -> bool:
+    """Whether it is this very process still, of the same user, in the same cgroup, and running the same program."""
+    now = read(process.pid)
+    return now is not None and _who(now) == _who(process)
+
+
+def _who(process: Process) -> tuple[object, ...]:
+    return process.identity, process.uid, process.cgroup, process.exe, process.image
 
 
 def lineage(pid: int) -> list[int]:

@@ -20,6 +20,9 @@ ANALYZE = "/usr/bin/systemd-analyze"
 #: Seconds for what reads every unit file that there is.
 SLOW = 90.0
 
+#: Seconds for each call after one that was not answered.
+AGAIN = 1.0
+
 #: The environment of everything that is run from here. Without the caller's own, nothing in it can change an answer.
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
 
@@ -71,6 +74,11 @@ class Systemd:
     def hurry(self, seconds: float) -> None:
         """Have no call last much longer than so many seconds from now; each is still given one."""
         self._until = time.monotonic() + seconds
+
+    def _silent(self) -> SystemdError:
+        """It did not answer in time, and is not waited for as long again."""
+        self._timeout = min(self._timeout, AGAIN)
+        return SystemdError("systemd did not answer in time")
 
     def units(self, names: Sequence[str]) -> dict[str, Unit]:
         """Each unit by the name it was asked for. One that systemd does not know is ``not-found`` and ``inactive``."""
@@ -147,13 +155,12 @@ class Systemd:
             raise SystemdError(f"logind gave an answer that cannot be read ({error})") from error
         return bool(kill), list(only), list(exclude)
 
-    def set_aside(self, pid: int) -> None:
-        """Move a process of ours that nothing ends into a scope of its own. Left where it is, it would keep a unit
-        whose start has failed ``deactivating`` for up to four times its TimeoutStopSec=."""
+    def set_aside(self, pid: int, scope: str, description: str) -> None:
+        """Move a process that nothing ends out of our unit, into a scope of its own. Left where it is, it would keep a
+        unit whose start has failed ``deactivating`` for up to four times its TimeoutStopSec=."""
         manager = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager")
-        properties = ("2", "Description", "s", "Asked the NVIDIA driver, and hangs in it", "PIDs", "au", "1", str(pid))
-        scope = (f"gpuprestart-stuck-{pid}.scope", "fail")
-        call = ("StartTransientUnit", "ssa(sv)a(sa(sv))", *scope, *properties, "0")
+        properties = ("2", "Description", "s", description, "PIDs", "au", "1", str(pid))
+        call = ("StartTransientUnit", "ssa(sv)a(sa(sv))", scope, "fail", *properties, "0")
         self._run([self._busctl, "--quiet", "call", *manager, *call])
 
     def _run(self, arguments: Sequence[str], timeout: float = 0.0) -> str:
@@ -193,7 +200,7 @@ class Systemd:
         pidfd = os.pidfd_open(process.pid)
         try:
             if not self._wait([pidfd], deadline - time.monotonic()):
-                raise SystemdError("systemd did not answer in time")
+                raise self._silent()
         finally:
             os.close(pidfd)
 
@@ -206,7 +213,7 @@ class Systemd:
             ready = self._wait(still_open, left)
             # One that never ends to answer does not answer either.
             if not ready or left < 0:
-                raise SystemdError("systemd did not answer in time")
+                raise self._silent()
             for descriptor in ready:
                 part = os.read(descriptor, 65536)
                 parts[descriptor] += part

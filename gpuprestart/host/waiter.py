@@ -1,7 +1,7 @@
 """The one place where the program waits: poll() over descriptors, which a signal cuts short.
 
-SIGTERM and SIGINT never interrupt a step half-way. They are noted, and raised as ``Interrupted`` from the next wait (or
-from the one they arrive in), once; what is still to be waited for after that is part of ending in good order.
+A signal that asks us to end never interrupts a step half-way. It is noted, and raised as ``Interrupted`` from the next
+wait (or from the one it arrives in), once; what is still to be waited for after that is part of ending in good order.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from collections.abc import Iterable
 
 from ..faults import Interrupted
 
+#: What asks a process to end: a unit's KillSignal= and SendSIGHUP=, systemctl kill, a shell, a terminal that is closed.
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
 
 class Waiter:
     """A callable ``wait(descriptors, seconds)``, as ``model.Wait`` has it. There is one per process."""
@@ -23,9 +26,11 @@ class Waiter:
         # Python writes the number of every caught signal to this descriptor, even one that arrives between the check
         # and the poll(), so that no signal can be slept through.
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
+        for number in ENDING:
+            # Under nohup(1) a terminal that is closed is to end nothing.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, signal.SIGCHLD))
         # Where whoever started us ignores it, and we with it, the kernel reaps children unasked: how they ended is
         # lost, and their PIDs may be somebody else's by the time that we end them.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -49,9 +54,10 @@ class Waiter:
         self._deaf = True
 
     def forget(self) -> None:
-        """Give the signals back their usual meaning; a forked child calls this before anything else."""
+        """Have a forked child end by SIGTERM alone, which it calls for before anything else. The others go to the whole
+        group or unit too, and what they mean is its parent's to decide, who ends it then."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in ENDING:
+            signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
         os.close(self._read)
         os.close(self._write)

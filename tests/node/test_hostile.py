@@ -309,15 +309,16 @@ def test_a_unit_that_sees_processes_alone(scene: Scene) -> None:
 
 def test_few_descriptors(scene: Scene) -> None:
     scene.orphans(*HOLD, "--fork", "150", properties=["TasksMax=1000"])
-    # As JSON it would be longer than what journald takes for one line.
-    server = scene.server(gpus="0", command="/usr/bin/gpuprestart clean", more="LimitNOFILE=100\n")
+    # Without the +, which would lift the limit. As JSON it would be longer than what journald takes for one line.
+    more = "User=root\nLimitNOFILE=100\n"
+    server = scene.server(gpus="0", command="/usr/bin/gpuprestart clean", plus=False, more=more)
     assert scene.start(server)
     assert "cleaned the GPUs: 151 stale holders" in scene.node.show(server, "StatusText")["StatusText"]
 
 
 @pytest.mark.parametrize("limit", [4, 6, 8])
 def test_next_to_no_descriptors(scene: Scene, limit: int) -> None:
-    assert _shell(scene, f"ulimit -n {limit}; exec {CLEAN} --gpus 0").exit == 70
+    assert _shell(scene, f"ulimit -n {limit}; exec {CLEAN} --gpus 0").exit == 78
 
 
 def test_an_empty_argument_survives_the_loaders_variables(scene: Scene) -> None:

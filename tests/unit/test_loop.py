@@ -11,7 +11,7 @@ import pytest
 from gpuprestart import loop
 from gpuprestart.host import pidfd
 from gpuprestart.ledger import Ledger
-from gpuprestart.model import Fate, Holder, OwnerKind, Reading, Survey
+from gpuprestart.model import Fate, Holder, OwnerKind, Process, Reading, Survey
 from gpuprestart.story import Story
 
 from .machines import holder, owner, policy, reading, survey, unit, uuid
@@ -29,6 +29,8 @@ class Machine:
         self.ended: dict[int, float] = {}
         self.pidfds: dict[int, int] = {}
         self.looked: list[float] = []
+        #: They are others at the last moment.
+        self.changed: set[int] = set()
 
     def look(self) -> Survey:
         self.looked.append(self.now)
@@ -37,6 +39,9 @@ class Machine:
 
     def again(self, of: Survey, holders: Iterable[Holder]) -> Survey:
         return of._replace(holders=tuple(holders))
+
+    def unchanged(self, process: Process) -> bool:
+        return process.pid not in self.changed
 
     def sample(self) -> dict[str, Reading]:
         return {uuid(0): reading(0, self.used(self.now))}
@@ -107,6 +112,14 @@ def test_a_stale_holder_is_ended_and_the_memory_settles(begin: Begin) -> None:
     run: Run = begin(lambda now: 3 if run.machine.ended else 1523, lambda now: [stale()])
     assert run.clean() and run.fates() == {10: Fate.TERMINATED}
     assert run.machine.now >= 0.5 and len(run.machine.looked) >= 3
+
+
+@pytest.mark.case("D12")
+def test_who_is_another_at_the_last_moment_gets_no_signal(begin: Begin) -> None:
+    run: Run = begin(lambda now: 1523, lambda now: [stale(10), stale(11)])
+    run.machine.changed = {10}
+    assert not run.clean(deadline=1.0)
+    assert run.machine.ended.keys() == {11}
 
 
 @pytest.mark.case("B1")

@@ -153,6 +153,21 @@ def test_a_process_that_vanishes_before_its_namespace_is_read(monkeypatch: pytes
     assert found is None
 
 
+def test_a_process_that_executes_another_program_is_changed() -> None:
+    """Of the same file, with the same start and name: only its memory is laid out anew."""
+    again = "import os, sys; input(); os.execv(sys.executable, [sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen([sys.executable, "-c", again], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin and child.stdout
+        before = procfs.read(child.pid)
+        assert before and procfs.unchanged(before)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"1\n"
+        assert procfs.still_there(before) and not procfs.unchanged(before)
+        child.kill()
+    assert not procfs.unchanged(before)
+
+
 def test_the_line_of_ancestors() -> None:
     with waiting() as child:
         line = procfs.lineage(child.pid)

@@ -177,6 +177,16 @@ def test_silence_ends_in_time_and_leaves_no_child(systemctl: Make, script: str) 
     assert time.monotonic() - began < PATIENCE / 2
 
 
+def test_one_that_did_not_answer_is_not_waited_for_as_long_again(systemctl: Make) -> None:
+    silent = systemctl("exec sleep 100", timeout=1.5)
+    began = time.monotonic()
+    for most in (1.5, 1.0):
+        with pytest.raises(SystemdError):
+            silent.units(NAMES)
+        began, took = time.monotonic(), time.monotonic() - began
+        assert most <= took < most + PATIENCE / 4
+
+
 @pytest.mark.case("D10")
 def test_a_huge_answer_and_a_huge_complaint(systemctl: Make, tmp_path: Path) -> None:
     names = [f"unit-{number}.service" for number in range(4000)]

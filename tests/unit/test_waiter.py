@@ -1,4 +1,4 @@
-"""Waiting, and the two signals that cut it short: once, at once, and never in the middle of a step."""
+"""Waiting, and the signals that cut it short: once, at once, and never in the middle of a step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from gpuprestart.faults import Interrupted
-from gpuprestart.host.waiter import Waiter
+from gpuprestart.host.waiter import ENDING, Waiter
 
 from .processes import PATIENCE
-
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
 #: Sends a signal to its parent as soon as that sleeps.
 SENDER = """
@@ -26,7 +24,7 @@ kill -TERM $PPID
 
 @pytest.fixture
 def waiter() -> Iterator[Waiter]:
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+    before = {number: signal.getsignal(number) for number in ENDING}
     made = Waiter()
     yield made
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -57,7 +55,7 @@ def test_the_time_is_waited_out_and_never_less(waiter: Waiter) -> None:
     assert waiter((), -1.0) == set()
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", ENDING)
 @pytest.mark.case("D3")
 def test_a_signal_that_came_before_the_wait_is_not_slept_through(waiter: Waiter, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
@@ -78,7 +76,7 @@ def test_a_signal_ends_the_wait_at_once(waiter: Waiter) -> None:
 
 def test_only_the_first_signal_is_raised(waiter: Waiter) -> None:
     """What comes after it would interrupt ending in good order."""
-    for number in NUMBERS:
+    for number in ENDING:
         os.kill(os.getpid(), number)
     with pytest.raises(Interrupted):
         waiter((), 0)
@@ -100,11 +98,30 @@ def test_a_signal_changes_nothing_between_two_waits(waiter: Waiter) -> None:
         waiter((), 0)
 
 
-def test_a_child_gets_the_usual_signals_back(waiter: Waiter) -> None:
-    """SIGINT goes to the whole foreground group; the child leaves what it means to its parent."""
+@pytest.mark.parametrize("number", ENDING)
+def test_a_signal_that_whoever_started_us_ignores(number: signal.Signals) -> None:
+    """Under nohup(1) a terminal that is closed ends nothing; what else a shell ignores for its jobs is meant for us."""
+    before = {each: signal.getsignal(each) for each in ENDING}
+    try:
+        signal.signal(number, signal.SIG_IGN)
+        waiter = Waiter()
+        os.kill(os.getpid(), number)
+        if number is signal.SIGHUP:
+            assert waiter((), 0) == set()
+        else:
+            with pytest.raises(Interrupted):
+                waiter((), 0)
+        waiter.forget()
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def test_a_child_gets_its_signals_back(waiter: Waiter) -> None:
+    """The others go to a whole group or unit; the child leaves what they mean to its parent."""
     descriptors = len(os.listdir("/proc/self/fd"))
     waiter.forget()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert {signal.getsignal(number) for number in ENDING if number is not signal.SIGTERM} == {signal.SIG_IGN}
     assert signal.set_wakeup_fd(-1) == -1
     assert len(os.listdir("/proc/self/fd")) == descriptors - 2
