@@ -91,6 +91,7 @@ def _signal(
 
 
 def _send(target: Target, number: signal.Signals, witness: Witness) -> bool:
+    """Whether it is still to be waited for."""
     try:
         delivered = pidfd.send(target.pidfd, number)
     except PermissionError:
@@ -98,7 +99,10 @@ def _send(target: Target, number: signal.Signals, witness: Witness) -> bool:
         return False
     if delivered:
         witness.signalled(target.decision, number.name)
-    # One that died of itself in the meantime is found dead by the wait that follows.
+    elif number is not signal.SIGCONT:
+        # It went in the meantime: by itself, unless it had been sent SIGTERM before.
+        witness.ended(target.decision, Fate.GONE if number is signal.SIGTERM else Fate.TERMINATED)
+        return False
     return True
 
 

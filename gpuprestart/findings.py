@@ -17,6 +17,9 @@ from .story import Story
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
 MOST_NAMED = 3
 
+#: The kernel tells when a process began in clock ticks, of which there are a hundred to a second (proc(5)).
+TICK = 0.01
+
 ROOT = (
     "run it as root: the unit's line needs the + of ExecStartPre=+/usr/bin/gpuprestart clean"
     " (or ! with CAP_KILL, CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH)"
@@ -154,9 +157,11 @@ def _unkillable(story: Story) -> list[Finding]:
 
 
 def _respawning(story: Story, plan: Plan) -> list[Finding]:
-    if story.checking or not plan.evict or story.rounds < 2:
+    """Holders that were not there when the run began have come in the place of those that it ended."""
+    came = [each for each in plan.evict if each.holder.process.began >= story.began - TICK]
+    if story.checking or not came or story.rounds < 2:
         return []
-    last = plan.evict[0]
+    last = came[0]
     ppid, parent = last.holder.process.ppid, last.holder.process.parent
     message = (
         f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by"

@@ -190,6 +190,7 @@ class Ledger:
                 )
             )
         return self._story._replace(
+            began=self._began,
             duration=self._clock() - self._began,
             phases=dict(self._phases),
             seen=tuple(self._seen[identity] for identity in sorted(self._seen)),

@@ -90,7 +90,7 @@ def _evict(
     with ledger.phase("evict"):
         host.say_status(f"Ending {len(plan.evict)} stale GPU holders")
         evict.evict(
-            plan.evict,
+            surveyor.holding(plan.evict),
             still_stale=still_stale,
             witness=ledger,
             wait=host.wait,

@@ -148,6 +148,7 @@ class Process(NamedTuple):
     state: str
     uid: int
     cgroup: str
+    #: Its name, or the uid where it has none; empty where nobody told.
     user: str = ""
     #: Redacted and printable; None where it could not be read.
     cmdline: Optional[str] = None

@@ -143,9 +143,9 @@ def owner_of(
     cgroup = process.cgroup
     if not cgroup.startswith("/") or ".." in cgroup.split("/"):
         return _unknown(f"its cgroup {cgroup} lies outside what can be seen from here")
-    if own is not None and below(cgroup, own.unit.control_group):
-        kind = OwnerKind.OWN_PREVIOUS if own.predates(process) else OwnerKind.OWN_CURRENT
-        return Owner(kind=kind, word=f"unit:{own.unit.name}", unit=own.unit, user=process.user)
+    ours = of_own(process, own)
+    if ours is not None:
+        return ours
     if not process.pid_namespace:
         return _unknown("its PID namespace may not be read")._replace(hidden=True)
     container = _container(process, namespace, runtime(above[1:]))
@@ -169,6 +169,14 @@ def owner_of(
         user=process.user,
         as_unit_user=runs_as is not None and runs_as == process.uid,
     )
+
+
+def of_own(process: Process, own: Optional[Own]) -> Optional[Owner]:
+    """Our own unit, as the owner of what is in its cgroup: from its last run, or from its present start."""
+    if own is None or not below(process.cgroup, own.unit.control_group):
+        return None
+    kind = OwnerKind.OWN_PREVIOUS if own.predates(process) else OwnerKind.OWN_CURRENT
+    return Owner(kind=kind, word=f"unit:{own.unit.name}", unit=own.unit, user=process.user)
 
 
 def _unknown(doubt: str) -> Owner:
@@ -224,7 +232,9 @@ def over(owner: Owner) -> bool:
 
 def doomed(user: str, kill: bool, only: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether logind ends what a user's sessions leave (logind.conf(5): KillUserProcesses=, KillOnlyUsers=,
-    KillExcludeUsers=, which wins)."""
+    KillExcludeUsers=, which wins). A user whose name nobody tells may be on any list."""
+    if not user:
+        return kill and not only and not exclude
     return kill and user not in exclude and (not only or user in only)
 
 
@@ -239,11 +249,12 @@ def _session(cgroup: str, unit: Optional[Unit], names: Names) -> Optional[Owner]
     uid = slice_uid(cgroup)
     if uid is None:
         return None
-    user = names.users.get(uid, str(uid))
+    user = names.users.get(uid, "")
+    said = user or str(uid)
     for name in [unit.name] if unit is not None else candidates(cgroup)[:1]:
         session = _SESSION.fullmatch(name)
         if session:
-            return Owner(kind=OwnerKind.SESSION, word=f"session:{session[1]}:{user}", unit=unit, user=user)
+            return Owner(kind=OwnerKind.SESSION, word=f"session:{session[1]}:{said}", unit=unit, user=user)
         if unit is not None and _USER_MANAGER.fullmatch(name):
-            return Owner(kind=OwnerKind.USER, word=f"user:{user}", unit=unit, user=user)
+            return Owner(kind=OwnerKind.USER, word=f"user:{said}", unit=unit, user=user)
     return None

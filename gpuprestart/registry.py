@@ -43,8 +43,10 @@ class Registry:
         )
 
     def _user(self, uid: int) -> str:
+        """The name of a user, the number where there is none, and nothing where nobody answers."""
         if uid not in self._users:
-            self._users[uid] = self._host.ask(("user", uid), SLOW) or str(uid)
+            name = self._host.ask(("user", uid), SLOW)
+            self._users[uid] = "" if name is None else name or str(uid)
         return self._users[uid]
 
     def _learn_uid(self, user: str) -> None:
@@ -59,7 +61,9 @@ class Registry:
         try:
             units = self._host.systemd.units(wanted)
         except SystemdError as error:
-            return {process.pid: owners.unanswered(str(error)) for process in processes}
+            # What is in our own unit's cgroup is known without another answer.
+            unknown = owners.unanswered(str(error))
+            return {process.pid: owners.of_own(process, self._own) or unknown for process in processes}
         names = self._names(processes, units)
         found = {process.pid: self._owner(process, units, names) for process in processes}
         if any(owner.kind is OwnerKind.SESSION and owners.over(owner) for owner in found.values()):

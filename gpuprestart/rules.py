@@ -7,9 +7,9 @@ somebody alive wants is out of reach of ``kill`` unless the rule names the unit,
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Optional
+from typing import Optional, Union
 
-from .model import Action, Decision, Holder, OwnerKind
+from .model import Action, Decision, Holder, OwnerKind, Process
 from .owners import full_name, over
 from .policy import Match, Policy, Rule
 
@@ -67,11 +67,13 @@ def _differs(rule: Rule, holder: Holder, age: float) -> bool:
     """Whether a key that can be read does not match; what cannot be read never tells a holder apart from a rule."""
     match, process = rule.match, holder.process
     kind, _, name = holder.owner.word.partition(":")
+    known = holder.owner.kind is not OwnerKind.UNKNOWN
+    session = name.partition(":")[0]
     tests = (
-        match.unit is not None and not (kind == "unit" and _is_unit(match, name)),
-        match.session is not None and not (kind == "session" and fnmatchcase(name.partition(":")[0], match.session)),
-        match.container is not None and not (kind == "container" and _is_container(name, match.container)),
-        match.user is not None and str(match.user) not in (process.user, str(process.uid)),
+        known and match.unit is not None and not (kind == "unit" and _is_unit(match, name)),
+        known and match.session is not None and not (kind == "session" and fnmatchcase(session, match.session)),
+        known and match.container is not None and not (kind == "container" and _is_container(name, match.container)),
+        match.user is not None and not _is_user(match.user, process),
         match.age is not None and age < match.age,
         match.comm is not None and not match.comm.search(process.comm),
         match.exe is not None and process.exe is not None and not match.exe.search(process.exe),
@@ -80,7 +82,16 @@ def _differs(rule: Rule, holder: Holder, age: float) -> bool:
     return any(tests)
 
 
+def _is_user(user: Union[str, int], process: Process) -> bool:
+    """By name or number; a name may be that of anybody whose own name nobody tells."""
+    return str(user) in (process.user, str(process.uid)) or (not process.user and isinstance(user, str))
+
+
 def _unread(match: Match, holder: Holder) -> str:
+    if holder.owner.kind is OwnerKind.UNKNOWN and _reaches_the_living(match):
+        return f"owner ({holder.owner.doubt})"
+    if isinstance(match.user, str) and not holder.process.user:
+        return "user name"
     if match.exe is not None and holder.process.exe is None:
         return "executable"
     return "command line" if match.cmdline is not None and holder.process.cmdline is None else ""

@@ -17,6 +17,8 @@ class Story(NamedTuple):
     driver: str = ""
     nvml_path: str = ""
     policy_files: tuple[str, ...] = ()
+    #: When the run began, on the clock of ``Process.began``, and how long it took.
+    began: float = 0.0
     duration: float = 0.0
     phases: Mapping[str, float] = {}
     #: The last look and what was decided on it.

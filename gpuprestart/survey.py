@@ -13,7 +13,7 @@ from typing import Callable, Optional
 from . import claims, owners, ties
 from .host import cgroupfs, nvidia, procfs
 from .host.systemd import SystemdError
-from .model import Claim, Gpu, Holder, Inventory, Outcome, Process, Reading, Refusal, Survey, Unit
+from .model import Claim, Decision, Gpu, Holder, Inventory, Outcome, OwnerKind, Process, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
 from .registry import SLOW, Registry
 
@@ -99,6 +99,19 @@ class Surveyor:
     def unchanged(self, process: Process) -> bool:
         """Whether a process is as it was at the last look, as far as that can be told at once and of it alone."""
         return procfs.unchanged(process)
+
+    def holding(self, decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+        """Those that have a node as they did when they were looked at, or need none: between the walk over descriptors
+        and the look at who that was, a PID may have become another's, and what was seen of the first is nobody's."""
+        judged = [*decisions]
+        bound = [each.holder.process.pid for each in judged if each.holder.owner.kind is not OwnerKind.OWN_PREVIOUS]
+        nodes = self._nodes()
+        swept = procfs.sweep(nodes.all, bound)
+        mapped, _ = self._mapped(nodes.all, [pid for pid in bound if pid not in swept.opened])
+        found = ties.tie(self._gpus, {}, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
+        return tuple(
+            each for each in judged if each.holder.process.pid in found or each.holder.process.pid not in bound
+        )
 
     def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
         """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""

@@ -27,7 +27,8 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
     if decision.action is not Action.KILL:
         return decision
     if holder.process.pid in survey.kin:
-        return decision._replace(action=Action.REFUSE, reason="is PID 1, this program itself or one of its ancestors")
+        reason = "is PID 1, this program itself, what started it, or what that started beside it"
+        return decision._replace(action=Action.REFUSE, reason=reason, hint=_look(holder))
     only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
     if only_nvml and holder.process.pid in survey.unreadable:
         reason = f"{decision.reason}, but it may not be looked into, and nobody is ended on NVML's word"
@@ -117,7 +118,11 @@ def _session(policy: Policy, holder: Holder) -> Row:
 
 
 def _user(policy: Policy, holder: Holder) -> Row:
-    user = holder.owner.user
+    user = holder.owner.word.partition(":")[2]
+    unit = holder.owner.unit
+    assert unit
+    if not unit.up:
+        return Action.REFUSE, f"was left by the user manager of {user}, which is {unit.active_state}", _look(holder)
     if holder.graphics_only:
         return Action.SPARE, f"only draws, for the user manager of {user}", ""
     return Action.REFUSE, f"belongs to the user manager of {user}", f"ask {user}, or systemctl --user stop it"

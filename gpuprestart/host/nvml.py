@@ -22,8 +22,10 @@ REMEDIES = {
     15: "the GPU has fallen off the bus: look for Xid 79 in dmesg, then reset it or reboot",
     17: "DeviceAllow= of the unit, or the container, has to let /dev/nvidiactl and the GPUs' nodes through",
     18: "user-space library and kernel module are of different versions: reboot, or reload the module",
-    999: "NVML gives no reason: look for NVRM and Xid in dmesg, and whether nvidia-smi works",
 }
+
+#: What to do where the failure says nothing of its own.
+LOOK = "look for NVRM and Xid in dmesg, and whether nvidia-smi works"
 
 LIBRARY_NOT_FOUND = 12
 
@@ -37,7 +39,7 @@ class DriverError(Exception):
     def __init__(self, message: str, *, code: int | None = None, remedy: str = "") -> None:
         super().__init__(message)
         self.code = code
-        self.remedy = remedy or REMEDIES.get(code or 0, "")
+        self.remedy = remedy or REMEDIES.get(code or 0, LOOK)
 
     @property
     def missing(self) -> bool:

@@ -368,7 +368,8 @@ def slow(request: tuple[str, Any]) -> Any:
     try:
         return pwd.getpwuid(argument).pw_name if verb == "user" else pwd.getpwnam(argument).pw_uid
     except KeyError:
-        return None
+        # A number without a name is an answer too, and no answer is None.
+        return "" if verb == "user" else None
 
 
 #: A line of a maps file that may be a device: its address range and its path. What lies where programs and libraries do

@@ -183,7 +183,7 @@ def test_a_zombie_is_not_signalled() -> None:
         assert KILL not in [word for _, word in run(judged)]
 
 
-def test_who_dies_between_the_look_and_the_signal_is_awaited_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_dies_between_the_look_and_the_signal_was_ended_by_nobody() -> None:
     with waiting() as child:
 
         def dies(decisions: Sequence[Decision]) -> Sequence[Decision]:
@@ -191,7 +191,7 @@ def test_who_dies_between_the_look_and_the_signal_is_awaited_like_the_others(mon
             child.wait()
             return decisions
 
-        assert run(stale(child.pid), still_stale=dies) == [(child.pid, "terminated")]
+        assert run(stale(child.pid), still_stale=dies) == [(child.pid, "gone")]
 
 
 def test_the_deadline_cuts_the_grace_and_then_nobody_is_killed() -> None:

@@ -11,7 +11,7 @@ import pytest
 from gpuprestart import loop
 from gpuprestart.host import pidfd
 from gpuprestart.ledger import Ledger
-from gpuprestart.model import Fate, Holder, OwnerKind, Process, Reading, Survey
+from gpuprestart.model import Decision, Fate, Holder, OwnerKind, Process, Reading, Survey
 from gpuprestart.story import Story
 
 from .machines import holder, owner, policy, reading, survey, unit, uuid
@@ -42,6 +42,9 @@ class Machine:
 
     def unchanged(self, process: Process) -> bool:
         return process.pid not in self.changed
+
+    def holding(self, decisions: Sequence[Decision]) -> Sequence[Decision]:
+        return decisions
 
     def sample(self) -> dict[str, Reading]:
         return {uuid(0): reading(0, self.used(self.now))}
