@@ -6,6 +6,7 @@ that a person can read it with cat; one that cannot be read is a claim of somebo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
@@ -13,6 +14,8 @@ from .model import Claim as Claim
 from .model import Gpu, Unit
 
 NOBODY = "?"
+
+_PID = re.compile("[0-9]{1,10}")
 
 #: Where they lie, for people to look.
 FOLDER = "/run/gpuprestart/claims"
@@ -35,7 +38,7 @@ def parse(gpu: str, line: str) -> Claim:
         gpu=gpu,
         unit=said.get("unit") or NOBODY,
         invocation=said.get("invocation", ""),
-        pid=int(pid) if pid.isdigit() else 0,
+        pid=int(pid) if _PID.fullmatch(pid) else 0,
         parent=said.get("parent") or None,
     )
 

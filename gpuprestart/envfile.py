@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 
 _COMMENT = re.compile(r"[ \t\r\n]+|[#;][^\r\n]*")
-_KEY = re.compile(r"([^=\r\n]*)(=?)")
+#: A line that begins with "=" has it in its name.
+_KEY = re.compile(r"(=?[^=\r\n]*)(=?)")
 _QUOTED = re.compile(r"""[ \t]*(?:'([^']*)(?:'|\Z)|"((?:\\.|[^"\\])*)(?:"|\\?\Z))""", re.DOTALL)
 _PLAIN = re.compile(r"[ \t]*((?:\\.|[^\\\r\n])*)", re.DOTALL)
 
@@ -36,7 +37,9 @@ def assignments(text: str) -> Iterator[tuple[str, str]]:
         assert plain is not None
         position = plain.end()
         # Blanks at the end do not count, but for one that is escaped.
-        bare = re.sub(r"(?<!\\)[ \t]+\Z", "", plain[1])
+        bare = plain[1].rstrip(" \t")
+        if (len(bare) - len(bare.rstrip("\\"))) % 2:
+            bare = plain[1][: len(bare) + 1]
         yield name[1].strip(" \t"), value + re.sub(r"\\(.)", _unescaped, bare, flags=re.DOTALL)
 
 

@@ -286,9 +286,11 @@ class _Run:
     def _long_way(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu], deadline: float) -> None:
         """Everything is looked at. A start on clean GPUs never comes here, and does not wait until this is loaded."""
         from . import loop
+        from .registry import searching
         from .survey import Surveyor
 
-        policy, ledger, host = start.policy, self._ledger, self._host
+        ledger, host = self._ledger, self._host
+        policy = start.policy._replace(search=searching(host.ask))
         if not self._checking:
             self._lock(start, gpus, deadline)
         surveyor = Surveyor(

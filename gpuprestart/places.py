@@ -19,12 +19,17 @@ _DEPTH = 8
 #: No line that can be meant has so many.
 _DOTS = 1000
 
-_STRING = r'"""(?:[^\\]|\\.)*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:[^"\\\n]|\\.)*"' r"|'[^'\n]*'"
+_LINE_STRING = r'"(?:[^"\\\n]|\\[^\n])*"' r"|'[^'\n]*'"
+#: One that is not closed ends where its line or the text does, so that no text has its rest read again at every mark.
+_STRING = (
+    r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\\?\Z)' r"|'''.*?(?:'{3,5}|\Z)"
+    r'|"(?:[^"\\\n]|\\[^\n])*(?:"|\\?(?=\n|\Z))' r"|'[^'\n]*'?"
+)  # fmt: skip
 _TOKEN = re.compile(
     rf"(?P<skip>[ \t\r]+|#[^\n]*)|(?P<word>{_STRING}|[^\s\[\]{{}}=,.#\"']+)|(?P<mark>[\[\]{{}}=,.\n])", re.DOTALL
 )
-_HEADER = re.compile(rf"(\[\[?)((?:{_STRING}|[^\]\n\"'])*)\]\]?", re.DOTALL)
-_PART = re.compile(rf"{_STRING}|[^\s.\"']+", re.DOTALL)
+_HEADER = re.compile(rf"(\[\[?)((?:{_LINE_STRING}|[^\[\]\n\"'])*)\]\]?")
+_PART = re.compile(rf"{_LINE_STRING}|[^\s.\"']+")
 _BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
 
 

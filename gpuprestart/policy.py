@@ -86,6 +86,14 @@ class Rule(NamedTuple):
     overlay: bool = False
 
 
+#: Whether a pattern is found in a text; None where that cannot be told.
+Search = Callable[[re.Pattern[str], str], Optional[bool]]
+
+
+def search(pattern: re.Pattern[str], text: str) -> Optional[bool]:
+    return pattern.search(text) is not None
+
+
 class Policy(NamedTuple):
     """The whole policy. Without any file it is this, which is safe on a shared node."""
 
@@ -97,6 +105,9 @@ class Policy(NamedTuple):
     #: Instance overlay, template overlay, site. ``rule_for`` also heeds what no overlay may override.
     rules: tuple[Rule, ...] = ()
     files: tuple[str, ...] = ()
+    #: How the rules' patterns are looked for. A process may call itself what one of them takes centuries on, so that a
+    #: run looks for them where that can be abandoned.
+    search: Search = search
 
     def rule_for(self, matches: Callable[[Rule], bool]) -> Optional[Rule]:
         """The rule that decides: the first that matches, unless the site by itself would have refused.

@@ -5,6 +5,7 @@ It gathers what owners.py needs for its answer. What nobody answers is left out,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
@@ -12,10 +13,24 @@ from . import owners, text
 from .host import cgroupfs, procfs
 from .host.systemd import SystemdError
 from .model import Owner, OwnerKind, Process, Unit
-from .neighbours import Neighbours
+from .neighbours import Ask, Neighbours
+from .policy import Search
 
 #: A question that a wedged process or a dead name service never answers is given up after so many seconds.
 SLOW = 1.0
+
+
+def searching(ask: Ask) -> Search:
+    """Looks for patterns by way of a child. What was not answered is not asked again."""
+    known: dict[tuple[str, str], Optional[bool]] = {}
+
+    def search(pattern: re.Pattern[str], text: str) -> Optional[bool]:
+        key = (pattern.pattern, text)
+        if key not in known:
+            known[key] = ask(("search", key), SLOW)
+        return known[key]
+
+    return search
 
 
 class Registry:
@@ -51,7 +66,7 @@ class Registry:
 
     def _learn_uid(self, user: str) -> None:
         if user and user not in self._uids:
-            uid = int(user) if user.isdigit() else self._host.ask(("uid", user), SLOW)
+            uid = int(user) if user.isascii() and user.isdigit() else self._host.ask(("uid", user), SLOW)
             if uid is not None:
                 self._uids[user] = uid
 

@@ -6,6 +6,7 @@ somebody alive wants is out of reach of ``kill`` unless the rule names the unit,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Optional, Union
 
@@ -21,12 +22,17 @@ def first_match(policy: Policy, holder: Holder, *, now: float, infrastructure: b
     holder is: only rules that declare it may touch that.
     """
     age = now - holder.process.began
-    rule = policy.rule_for(lambda rule: (rule.infrastructure or not infrastructure) and not _differs(rule, holder, age))
+
+    def may_match(rule: Rule) -> bool:
+        in_reach = rule.infrastructure or not infrastructure
+        return in_reach and not any(fits is False for fits, _ in _keys(policy, rule.match, holder, age))
+
+    rule = policy.rule_for(may_match)
     if rule is None:
         return None
-    unread = _unread(rule.match, holder)
-    if unread:
-        reason = f"has no readable {unread}, so it cannot be told whether the rule {rule.name!r} is about it"
+    doubt = next((why for fits, why in _keys(policy, rule.match, holder, age) if fits is None), "")
+    if doubt:
+        reason = f"{doubt}, so it cannot be told whether the rule {rule.name!r} is about it"
         return Decision(holder=holder, action=Action.REFUSE, reason=reason, rule=rule.name, hint=f"see {rule.origin}")
     if rule.action is Action.KILL and wanted(holder) and not _reaches_the_living(rule.match):
         # The owner's row refuses it, and says so better than a rule that does not apply.
@@ -63,38 +69,39 @@ def _reaches_the_living(match: Match) -> bool:
     return any(key is not None for key in (match.unit, match.session, match.container))
 
 
-def _differs(rule: Rule, holder: Holder, age: float) -> bool:
-    """Whether a key that can be read does not match; what cannot be read never tells a holder apart from a rule."""
-    match, process = rule.match, holder.process
-    kind, _, name = holder.owner.word.partition(":")
-    known = holder.owner.kind is not OwnerKind.UNKNOWN
-    session = name.partition(":")[0]
-    tests = (
-        known and match.unit is not None and not (kind == "unit" and _is_unit(match, name)),
-        known and match.session is not None and not (kind == "session" and fnmatchcase(session, match.session)),
-        known and match.container is not None and not (kind == "container" and _is_container(name, match.container)),
-        match.user is not None and not _is_user(match.user, process),
-        match.age is not None and age < match.age,
-        match.comm is not None and not match.comm.search(process.comm),
-        match.exe is not None and process.exe is not None and not match.exe.search(process.exe),
-        match.cmdline is not None and process.cmdline is not None and not match.cmdline.search(process.cmdline),
+def _keys(policy: Policy, match: Match, holder: Holder, age: float) -> Iterator[tuple[Optional[bool], str]]:
+    """Whether each key of a match fits the holder; None where that cannot be told, and then why it cannot. Patterns,
+    which may take their time, come last."""
+    process, owner = holder.process, holder.owner
+    kind, _, name = owner.word.partition(":")
+    unknown, doubt = owner.kind is OwnerKind.UNKNOWN, f"has no readable owner ({owner.doubt})"
+    if match.age is not None:
+        yield age >= match.age, ""
+    if match.user is not None:
+        yield _is_user(match.user, process), "has no readable user name"
+    if match.unit is not None:
+        yield None if unknown else kind == "unit" and _is_unit(match, name), doubt
+    if match.session is not None:
+        yield None if unknown else kind == "session" and fnmatchcase(name.partition(":")[0], match.session), doubt
+    if match.container is not None:
+        yield None if unknown else kind == "container" and _is_container(name, match.container), doubt
+    patterns = (
+        ("name", match.comm, process.comm),
+        ("executable", match.exe, process.exe),
+        ("command line", match.cmdline, process.cmdline),
     )
-    return any(tests)
+    for what, pattern, text in patterns:
+        if pattern is not None and text is None:
+            yield None, f"has no readable {what}"
+        elif pattern is not None and text is not None:
+            yield policy.search(pattern, text), f"has a {what} that the pattern takes too long for"
 
 
-def _is_user(user: Union[str, int], process: Process) -> bool:
+def _is_user(user: Union[str, int], process: Process) -> Optional[bool]:
     """By name or number; a name may be that of anybody whose own name nobody tells."""
-    return str(user) in (process.user, str(process.uid)) or (not process.user and isinstance(user, str))
-
-
-def _unread(match: Match, holder: Holder) -> str:
-    if holder.owner.kind is OwnerKind.UNKNOWN and _reaches_the_living(match):
-        return f"owner ({holder.owner.doubt})"
-    if isinstance(match.user, str) and not holder.process.user:
-        return "user name"
-    if match.exe is not None and holder.process.exe is None:
-        return "executable"
-    return "command line" if match.cmdline is not None and holder.process.cmdline is None else ""
+    if str(user) in (process.user, str(process.uid)):
+        return True
+    return None if isinstance(user, str) and not process.user else False
 
 
 def _suffixed(pattern: str) -> str:

@@ -175,6 +175,8 @@ class Surveyor:
             else:
                 mapped.update({pid: frozenset(numbers) for pid, numbers in answer.items() if numbers})
                 blind += [pid for pid, numbers in answer.items() if numbers is None]
+                rest = [pid for pid in batch if pid not in answer]
+                batches[:0] = [rest] if rest else []
         return mapped, blind
 
     def _kin(self, in_unit: frozenset[int]) -> frozenset[int]:

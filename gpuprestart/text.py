@@ -35,14 +35,20 @@ _FILE = re.compile(r"(?:file|path|dir|map)$", re.IGNORECASE)
 #: Options of this kind take no value, unless what follows is no option.
 _FLAG = re.compile(r"(?:allow|disable|enable|no|require|return|skip|use|with|without)[-_]", re.IGNORECASE)
 
-_ASSIGNED = re.compile(r"(?:\\*[\"'])?\]?\s*[=:]+>?\s*")
+_ASSIGNED = re.compile(r"(?:\\*[\"'])?\]?\s*[+?]?[=:]+>?\s*")
 _FOLLOWED = re.compile(r"\\*[\"']?[\s,=:]+")
 _WORD = re.compile(r"[^\s,;&\"'}\])]*")
 _QUOTE = re.compile(r"\\*[\"']")
+_AROUND = re.compile(r"\\*[\"']\Z")
+#: The name stands in a list of names and values: {"name": "HF_TOKEN", "value": "..."}.
+_LISTED = re.compile(r"\\*[\"']\s*,")
+#: What has spaces around it is no shell's assignment, and its value may have spaces too, as a header's.
+_SPACED = re.compile(r":|\s=")
 
 #: A name alone in front of the "@" is hidden as well: it may be a token. The second form is a password with a slash.
 _URL = re.compile(r"://(?:[^\s/?#]*|[^\s/@?#]*:[^\s@]{0,256})@")
 _LOGIN = re.compile(r"-u|--(?:proxy-)?user")
+_PAIR = re.compile(r"\\*[\"']?(?!\d)[^\s:\"']*:(?!//)")
 _SHAPE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{8,}|gh[a-z]_[A-Za-z0-9]{8,}|(?:github|dckr)_pat_\w{8,}|npm_[A-Za-z0-9]{16,}"
     r"|(?:sk|pk|rk|gsk|nvapi|glpat|xox[a-z])[-_][\w-]{8,}|pypi-AgE[\w-]{8,}|AIza[\w-]{20,}|(?:AKIA|ASIA)[A-Z0-9]{12,}"
@@ -120,7 +126,7 @@ def _bounded(argv: Sequence[str]) -> Iterable[str]:
     for argument in argv:
         if len(argument) > left:
             # The cut may leave half a secret, which nothing would recognise: the whole last word goes.
-            word = max(argument.rfind(end, 0, left) for end in " \t\n\"'")
+            word = max(argument.rfind(end, 0, left) for end in " \t\n")
             yield argument[: word + 1] + "…"
             return
         yield argument
@@ -158,44 +164,61 @@ def _scan(argument: str) -> tuple[str, Optional[str]]:
         whole = assigned and found.start() == head
         head = position + 1 if whole else -1
         name = found.group(2)
-        if not _is_secret(name):
+        login = _LOGIN.fullmatch(found.group()) is not None
+        if not login and not _is_secret(name):
             continue
         option = "-" in found.group(1)
         separator = (_FOLLOWED if option else _ASSIGNED).match(text, position)
         if separator is None or separator.end() == len(text):
-            if separator is None and (not option or position < len(text)):
+            if not option and _LISTED.match(text, position):
+                return "".join(shown) + text[done:position] + REDACTED, None
+            if login or (separator is None and (not option or position < len(text))):
                 continue
             return "".join(shown) + text[done:], None if assigned else name
         start = separator.end()
-        if not _is_value(name, text[start:] if whole else _WORD.match(text, start).group()):  # type: ignore[union-attr]
+        value = text[start:] if whole else _WORD.match(text, start).group()  # type: ignore[union-attr]
+        if not (_PAIR.match(text, start) if login else _is_value(name, value)):
             position = start
             continue
-        position = len(text) if whole else _end_of_value(text, start, ":" in separator.group())
+        position = len(text) if whole else _end_of_value(text, found.start(), separator)
         shown += (text[done:start], REDACTED)
         done = position
 
 
-def _end_of_value(text: str, start: int, header: bool) -> int:
-    """Where the value ends that begins at ``start``; in doubt at the end of the argument.
+def _end_of_value(text: str, name: int, separator: re.Match[str]) -> int:
+    """Where the value ends that ``separator`` parts from the name that begins at ``name``; in doubt at the end of the
+    argument.
 
     After a colon, as in a header, it may contain spaces; a quotation mark that was open before it ends it.
     """
+    start = separator.end()
     position = start + len(REDACTED) if text.startswith(REDACTED, start) else start
     if text[position : position + 1] in ("{", "[", "("):
         return len(text)
-    header = header and _QUOTE.match(text, position) is None
+    spaced = _SPACED.search(separator.group()) is not None
+    mark = _QUOTE.match(text, start)
+    header = spaced and mark is None
+    around = _AROUND.search(text, max(0, name - 16), name)
+    if not spaced and around is not None and _QUOTE.search(separator.group()) is None:
+        # In 'NAME=a b' the marks are around both.
+        mark = around
+        position = _after(mark.group(), text, position)
+    own = "" if mark is None else mark.group()
     while position < len(text):
         quote = _QUOTE.match(text, position)
         if quote is not None:
-            mark = quote.group()
-            if position > start and text.count(mark, 0, start) % 2:
+            if quote.group() != own and position > start and text.count(quote.group(), 0, start) % 2:
                 return position
-            closing = re.compile(r"(?<!\\)" + re.escape(mark)).search(text, quote.end())
-            if closing is None:
-                return len(text)
-            position = closing.end()
+            position = _after(quote.group(), text, quote.end())
         elif text[position] == "\n" or (text[position].isspace() and not header):
             return position
         else:
-            position += 1
+            # A backslash makes the next one, be it a space, a part of the word.
+            position += 2 if text[position] == "\\" else 1
     return position
+
+
+def _after(mark: str, text: str, position: int) -> int:
+    """What is behind the next mark of this kind, or the end of the text."""
+    closing = re.compile(r"(?<!\\)" + re.escape(mark)).search(text, position)
+    return len(text) if closing is None else closing.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 #: Unified, hybrid and legacy layouts, in the order in which systemd itself looks for its own tree.
@@ -11,10 +12,13 @@ ROOTS = ("/sys/fs/cgroup", "/sys/fs/cgroup/unified", "/sys/fs/cgroup/systemd")
 def pids(cgroup: str) -> set[int]:
     """PIDs of all processes in this cgroup and below; empty if there is no such cgroup."""
     found: set[int] = set()
-    for root in ROOTS:
-        for folder, _, files in os.walk(root + cgroup):
-            if "cgroup.procs" in files:
-                found |= _procs(os.path.join(folder, "cgroup.procs"))
+    # Not by os.walk(), which calls itself for each level: whoever has a cgroup can make a thousand of them.
+    folders = [root + cgroup for root in ROOTS]
+    while folders:
+        folder = folders.pop()
+        found |= _procs(folder + "/cgroup.procs")
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return found
 
 

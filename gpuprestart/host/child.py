@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     # Loading the model takes as long as loading Python, and the child is forked before that.
     from ..model import Wait
 
+#: Bytes before an answer: its length and its seal. And the most that an answer can have, many times over.
+HEAD = 12
+LONGEST = 1 << 26
+
 #: How long a child that was sent SIGKILL may take before it is left behind as stuck in the kernel.
 REAP = 0.2
 
@@ -63,10 +67,14 @@ class Child:
         """The answer to the oldest open request. Raises Silent after ``timeout`` seconds, Died, Interrupted."""
         deadline = time.monotonic() + timeout
         # What has come of an answer is kept, so that one that was too slow can still be waited for.
-        self._fill(4, deadline)
-        end = 4 + int.from_bytes(self._arrived[:4], "little")
-        self._fill(end, deadline)
-        body, self._arrived = self._arrived[4:end], self._arrived[end:]
+        self._fill(HEAD, deadline)
+        size, seal = _head(self._arrived)
+        if size > LONGEST:
+            raise Died("gave an answer that cannot be one")
+        self._fill(HEAD + size, deadline)
+        body, self._arrived = self._arrived[HEAD : HEAD + size], self._arrived[HEAD + size :]
+        if seal != _seal(body):
+            raise Died("gave an answer that cannot be one")
         return marshal.loads(body)
 
     def ask(self, request: Any, timeout: float) -> Any:
@@ -143,14 +151,24 @@ _PR_SET_PDEATHSIG = 1
 
 def _framed(value: Any) -> bytes:
     body = marshal.dumps(value)
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(4, "little") + _seal(body) + body
+
+
+def _head(frame: bytes) -> tuple[int, bytes]:
+    return int.from_bytes(frame[:4], "little"), frame[4:HEAD]
+
+
+def _seal(body: bytes) -> bytes:
+    """What tells a whole frame from anything else that a driver gone wild may have written into the pipe: marshal takes
+    gigabytes for some of that, or crashes. A fork has its parent's secret, so both ends find the same hash."""
+    return hash(body).to_bytes(8, "little", signed=True)
 
 
 def _serve(answer: Callable[[Any], Any], requests: int, answers: int) -> None:
     """Answer until the parent closes its end, which it also does by dying."""
     with open(requests, "rb") as source, open(answers, "wb", buffering=0) as sink:
-        while head := source.read(4):
-            sink.write(_framed(answer(marshal.loads(source.read(int.from_bytes(head, "little"))))))
+        while head := source.read(HEAD):
+            sink.write(_framed(answer(marshal.loads(source.read(_head(head)[0])))))
 
 
 class Questions:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ..faults import Died, Silent
@@ -72,8 +73,10 @@ class Driver:
         """The answer to ``("init",)``, which the child was sent before anything else; asked again, the same."""
         if self._inventory is None:
             answer = self._receive("nvmlInit", timeout, timeout)
-            gpus = identified([Gpu(**gpu) for gpu in answer["gpus"]])
-            self._inventory = Inventory(driver=answer["driver"], nvml_path=answer["path"], gpus=gpus)
+            with _making_sense("nvmlInit"):
+                gpus = identified([_gpu(**gpu) for gpu in answer["gpus"]])
+                driver, path = _typed(str, answer["driver"]), _typed(str, answer["path"])
+                self._inventory = Inventory(driver=driver, nvml_path=path, gpus=gpus)
         return self._inventory
 
     def sample(self, gpus: Iterable[Gpu], timeout: float) -> dict[str, Reading]:
@@ -87,8 +90,9 @@ class Driver:
             self._late -= 1
         readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
         pid_max = _pid_max()
-        for gpu in reachable:
-            readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
+        with _making_sense("a query"):
+            for gpu in reachable:
+                readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
         return readings
 
     def _receive(self, what: str, left: float, timeout: float) -> Any:
@@ -101,14 +105,40 @@ class Driver:
             ) from None
         except Died as error:
             raise DriverError(f"the process that asked NVML for {what} {error}") from None
-        if "error" in answer:
-            missing = answer["text"].startswith("No module named")
-            raise DriverError(
-                f"NVML cannot be used: {answer['text']}",
-                code=answer["error"],
-                remedy="install nvidia-ml-py for the system's own python3, which sees no venv" if missing else "",
-            )
+        with _making_sense(what):
+            if "error" in answer:
+                missing = answer["text"].startswith("No module named")
+                raise DriverError(
+                    f"NVML cannot be used: {answer['text']}",
+                    code=answer["error"],
+                    remedy="install nvidia-ml-py for the system's own python3, which sees no venv" if missing else "",
+                )
         return answer
+
+
+@contextmanager
+def _making_sense(what: str) -> Iterator[None]:
+    """An answer that is not made as host.library makes them is none: the library behind it may have said anything."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DriverError(f"NVML gave an answer to {what} that makes no sense ({error!r})") from error
+
+
+def _typed(wanted: Any, value: Any) -> Any:
+    if not isinstance(value, wanted):
+        raise TypeError(f"{value!r:.80} is not of type {wanted}")
+    return value
+
+
+#: What host.library says of a GPU.
+_NUMBERS, _TEXTS = ("minor", "gi", "ci"), ("uuid", "name", "pci")
+
+
+def _gpu(*, index: Any, **said: Any) -> Gpu:
+    for name, value in said.items():
+        _typed(str if name in _TEXTS else (int if name in _NUMBERS else str, type(None)), value)
+    return Gpu(index=_typed(int, index), **said)
 
 
 def identified(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
@@ -136,8 +166,10 @@ def _pid_max() -> int:
 
 def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:
     if answer["fault"] is not None:
-        return Reading(uuid=uuid, fault=answer["fault"])
-    memory = Memory(*answer["memory"]) if answer["memory"] else None
+        return Reading(uuid=uuid, fault=_typed(str, answer["fault"]))
+    memory = None if answer["memory"] is None else Memory(*answer["memory"])
+    if memory is not None:
+        _typed(str, memory.call)
     fault = insane(memory) if memory else None
     if fault:
         return Reading(uuid=uuid, fault=fault)
@@ -146,13 +178,16 @@ def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:
         memory=memory,
         listed=merged(answer["listed"]),
         distrust=distrusted(answer["listed"], memory.total if memory else None, pid_max),
-        unlisted=answer["unlisted"],
+        unlisted=_typed((str, type(None)), answer["unlisted"]),
         unified=memory is None,
     )
 
 
 def insane(memory: Memory) -> str | None:
     """Why these figures cannot be a GPU's: libraries that stand in for NVML answer such."""
+    figures = [memory.used, memory.free, memory.total, *([] if memory.reserved is None else [memory.reserved])]
+    if not all(isinstance(figure, int) and figure >= 0 for figure in figures):
+        return f"impossible memory figures from NVML ({memory.call}): {', '.join(map(str, figures))}"
     accounted = memory.used + memory.free + (memory.reserved or 0)
     if memory.total <= 0 or abs(accounted - memory.total) > memory.total // 50:
         return (
@@ -165,9 +200,9 @@ def insane(memory: Memory) -> str | None:
 def distrusted(records: Iterable[tuple[int, int | None, str]], total: int | None, pid_max: int) -> str | None:
     """Why a list is not to be believed. Early R535 drivers scramble PIDs and sizes (XuehaiPan/nvitop#75)."""
     for pid, used, _ in records:
-        if not 0 < pid <= pid_max:
+        if not isinstance(pid, int) or not 0 < pid <= pid_max:
             return f"NVML lists PID {pid}, which cannot be"
-        if used is not None and total is not None and used > total:
+        if used is not None and not 0 <= used <= (used if total is None else total):
             return f"NVML lists {used} bytes for PID {pid} on a GPU of {total}"
     return None
 

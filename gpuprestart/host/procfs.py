@@ -6,6 +6,7 @@ for ``slow``, which runs in a child: cmdline, maps and name services can hang fo
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -15,8 +16,13 @@ from typing import Any, NamedTuple
 
 from ..model import Process
 
-#: So many words of a command line are enough to know a process by; a program may have a quarter of a million.
+#: So much of a command line is enough to know a process by. A program may have a quarter of a million words, and can
+#: have its command line lead to any of its memory, gigabytes of it (prctl(2), PR_SET_MM).
 CMDLINE_WORDS = 512
+CMDLINE_BYTES = 1 << 16
+
+#: So much is read of maps for one question. A library's user has 100 KiB, and nobody is kept from having gigabytes.
+MAPS_BYTES = 1 << 25
 
 #: Inode of the initial PID namespace (PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h).
 INITIAL_PID_NAMESPACE = 4026531836
@@ -77,7 +83,7 @@ def read(pid: int) -> Process | None:
             comm=comm,
             state=state,
             uid=_effective_uid(_bytes(directory, "status")),
-            cgroup=parse_cgroup(_bytes(directory, "cgroup")),
+            cgroup=_cgroup(directory),
             exe=_exe(directory),
             exe_trusted=_exe_trusted(directory),
             pid_namespace=_pid_namespace(directory),
@@ -151,6 +157,17 @@ def parse_cgroup(text: bytes) -> str:
             named = path
     chosen = named if unified in (None, b"/") and named is not None else unified
     return "?" if chosen is None else os.fsdecode(chosen)
+
+
+def _cgroup(directory: int) -> str:
+    """Older kernels refuse to tell a path of more than 4,095 bytes, newer ones tell its beginning; anybody can make one
+    below a cgroup of their own."""
+    try:
+        return parse_cgroup(_bytes(directory, "cgroup"))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return "?"
 
 
 def own_cgroup() -> str:
@@ -351,18 +368,14 @@ def wchan(pid: int) -> str:
 
 def slow(request: tuple[str, Any]) -> Any:
     """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("maps", ([pid, …], [device number, …]))``,
-    ``("user", uid)``, ``("uid", name)``."""
+    ``("user", uid)``, ``("uid", name)``, ``("search", (pattern, text))``."""
     verb, argument = request
     if verb == "maps":
-        pids, devices = argument
-        return {pid: _mapped_devices(pid, devices) for pid in pids}
+        return _mapped(*argument)
     if verb == "cmdline":
-        import psutil
-
-        try:
-            return psutil.Process(argument).cmdline()[:CMDLINE_WORDS]
-        except psutil.Error:
-            return None
+        return _cmdline(argument)
+    if verb == "search":
+        return _found(*argument)
     import pwd
 
     try:
@@ -372,28 +385,72 @@ def slow(request: tuple[str, Any]) -> Any:
         return "" if verb == "user" else None
 
 
-#: A line of a maps file that may be a device: its address range and its path. What lies where programs and libraries do
-#: is none, and there is so much of it that it is passed over.
+def _cmdline(pid: int) -> list[str] | None:
+    """The first words of a command line; None where there is nothing to read it from any more."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            text = file.read(CMDLINE_BYTES)
+        if not text:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                return None if parse_stat(file.read())[1][0] in ("Z", "X") else []
+    except OSError:
+        return None
+    return os.fsdecode(text[:-1] if text.endswith(b"\0") else text).split("\0")[:CMDLINE_WORDS]
+
+
+def _found(pattern: str, text: str) -> bool:
+    import warnings
+
+    # The policy was read without them, too.
+    warnings.simplefilter("ignore")
+    return re.search(pattern, text) is not None
+
+
+#: A line of a maps file that may be a device: its address range, device and inode, and path. What lies where programs
+#: and libraries do is none, and there is so much of it that it is passed over.
 _MAPPING = re.compile(
-    rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ \S+ \d+ +(/(?!usr/|lib|bin/|sbin/)(?!.*\.so\b).*)$", re.MULTILINE
+    rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ (\S+ \d+) +(/(?!usr/|lib|bin/|sbin/)(?!.*\.so\b).*)$", re.MULTILINE
 )
 
 
-def _mapped_devices(pid: int, devices: list[int]) -> list[int] | None:
-    """Which of these devices a process has mapped; None if it may not be asked, nothing if it is gone.
+def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
+    """Which of these devices each process has mapped; None for one that may not be asked, or has more maps than can be
+    read. Who is left out has to be asked again: the others had too many."""
+    left = MAPS_BYTES
+    found: dict[int, list[int] | None] = {}
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                text = file.read(left)
+        except PermissionError:
+            found[pid] = None
+            continue
+        except OSError:
+            # It is gone.
+            found[pid] = []
+            continue
+        if len(text) == left:
+            if not found:
+                found[pid] = None
+            break
+        left -= len(text)
+        found[pid] = _devices_among(pid, text, devices)
+    return found
 
-    The device and inode in a maps file are those of the file system that the node lies in, so the mapping itself is
-    looked at, which leads to the node whatever became of its path.
+
+def _devices_among(pid: int, maps: bytes, devices: list[int]) -> list[int]:
+    """Device numbers in the text of a maps file.
+
+    The device and inode there are those of the file system that the node lies in, so the mapping itself is looked at,
+    which leads to the node whatever became of its path.
     """
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            lines = _MAPPING.findall(file.read())
-    except PermissionError:
-        return None
-    except OSError:
-        return []
     found = set()
-    for span, path in lines:
+    known = set()
+    for span, inode, path in _MAPPING.findall(maps):
+        # One file may be mapped in tens of thousands of pieces.
+        if inode in known:
+            continue
+        known.add(inode)
         # Without CAP_SYS_ADMIN the mapping may not be followed; its path is the next best.
         for look in (b"/proc/%d/map_files/%s" % (pid, span), b"/proc/%d/root%s" % (pid, path)):
             kind, number = _kind(_AT_FDCWD, look)

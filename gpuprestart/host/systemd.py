@@ -151,9 +151,11 @@ class Systemd:
         output = self._run([self._busctl, "--json=short", "get-property", *logind, *wanted])
         try:
             kill, only, exclude = (json.loads(line)["data"] for line in output.splitlines())
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise SystemdError(f"logind gave an answer that cannot be read ({error})") from error
-        return bool(kill), list(only), list(exclude)
+        if not isinstance(kill, bool) or not all(_is_words(users) for users in (only, exclude)):
+            raise SystemdError("logind gave an answer that cannot be read (other types than were asked for)")
+        return kill, only, exclude
 
     def set_aside(self, pid: int, scope: str, description: str) -> None:
         """Move a process that nothing ends out of our unit, into a scope of its own. Left where it is, it would keep a
@@ -227,6 +229,10 @@ def _failed(arguments: Sequence[str], status: int, complaint: bytes) -> SystemdE
     return SystemdError(f"{arguments[0]} failed: {lines[0] or status}")
 
 
+def _is_words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
 def seconds(span: str) -> float | None:
     """A time span as systemctl prints it, such as ``1min 30s``; None is no limit. Raises ValueError."""
     if span == "infinity":
@@ -254,6 +260,8 @@ def _pairs(block: str) -> dict[str, str]:
 def _unit(block: str) -> Unit:
     said = _pairs(block)
     try:
+        # It is shown as it stands there, and counted on elsewhere.
+        seconds(said.get("TimeoutStopUSec") or "infinity")
         return Unit(
             name=said["Id"],
             load_state=said["LoadState"],

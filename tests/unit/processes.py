@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Optional
 
 #: Far longer than anything here takes; a test that waits so long has failed.
 PATIENCE = 10.0
@@ -48,6 +50,26 @@ def waiting(*, ignoring: Iterable[signal.Signals] = ()) -> Iterator[subprocess.P
             yield child
         finally:
             child.kill()
+
+
+class Hangs(Exception):
+    """It was not through in time."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Cut short what hangs, be it in the middle of a regular expression."""
+
+    def cut(number: int, frame: Optional[FrameType]) -> None:
+        raise Hangs
+
+    before = signal.signal(signal.SIGALRM, cut)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def is_running(child: subprocess.Popen[bytes]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -443,6 +444,8 @@ class World:
             return USERS.get(argument, "") if self.machine.named else None
         if verb == "uid":
             return next((uid for uid, name in USERS.items() if name == argument and self.machine.named), None)
+        if verb == "search":
+            return re.search(*argument) is not None
         pids, devices = argument if verb == "maps" else ([argument], [])
         asked = [self.processes[pid] for pid in pids if pid in self.processes]
         if any(actor.hides == "wedged" for actor in asked):
