@@ -189,6 +189,8 @@ class _Doctor:
             self._service = found
             hooks = [command for command in found.start_pre if command.ours]
             self._options, self._usage = facts.options(hooks[0]) if hooks else (Options(), "")
+            if self._options.unit is not None:
+                self._options = self._options._replace(unit=owners.full_name(self._options.unit))
         return hookchecks.loaded(found)
 
     @property
@@ -207,6 +209,7 @@ class _Doctor:
             named=self._options.unit,
             can_notify="systemd" not in self._missing,
             writable=facts.writable(entry for entry, _ in unit.environment_files),
+            loaded_code=facts.loaded_code(unit),
             programs=facts.programs(command for command in unit.start_pre if command.ours),
             numbers=facts.numbers(unit.device_rights),
             folder=os.path.isdir(hookchecks.RUN),

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Optional, Union
 
-from . import commandline, settings
+from . import commandline, envfile, settings
 from .commandline import Options
 from .hookchecks import Node
 from .host import files, nvidia, procfs
@@ -31,6 +31,8 @@ LARGEST = 1 << 26
 #: What is loaded late or in a child, so that its absence shows only when somebody is in the way.
 MODULES = ("psutil", "systemd.daemon", *(("tomli",) if sys.version_info < (3, 11) else ()))
 
+#: Variables by which the loader takes code from elsewhere (ld.so(8)).
+LOADER = ("LD_PRELOAD", "LD_AUDIT", "LD_LIBRARY_PATH")
 
 #: Where systemd looks for units of its own, in this order (systemd.unit(5)).
 UNIT_FOLDERS = (
@@ -65,7 +67,7 @@ def hidepid() -> str:
             if before.split(" ")[4] == "/proc":
                 options = dict(word.partition("=")[::2] for word in after.split(" ")[2].split(","))
                 found = options.get("hidepid", "")
-    return "" if found in ("0", "off") else found
+    return found
 
 
 def init_seen() -> bool:
@@ -156,14 +158,31 @@ def unread_drop_ins(unit: Service) -> list[str]:
 
 def writable(entries: Iterable[str]) -> dict[str, str]:
     """By entry of EnvironmentFile=, why somebody else than root could write what it names, or put something there."""
+    found = {entry: _first_unsafe(_paths(entry) or [entry]) for entry in entries}
+    return {entry: reason for entry, reason in found.items() if reason}
+
+
+def _paths(entry: str) -> list[str]:
+    """What systemd reads for it, in its order: a backslash makes the next character of a pattern a plain one."""
+    return sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", entry)))
+
+
+def loaded_code(unit: Service) -> dict[str, str]:
+    """By variable, why somebody else than root could write the code that it has the loader take."""
+    environ = dict(unit.environment)
+    for _, text in texts(path for entry, _ in unit.environment_files for path in _paths(entry)):
+        environ.update(envfile.assignments(text))
     found = {}
-    for entry in entries:
-        # As systemd does, for which a backslash makes the next character of a pattern a plain one.
-        for path in sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", entry))) or [entry]:
-            reason = _unsafe(path)
-            if reason:
-                found[entry] = reason
-    return found
+    for name in LOADER:
+        # In a folder any library may be the one that is looked for.
+        inside = "/libc.so.6" if name == "LD_LIBRARY_PATH" else ""
+        places = [path for path in re.split("[: ]", environ.get(name, "")) if path.startswith("/")]
+        found[name] = _first_unsafe(path + inside for path in places)
+    return {name: reason for name, reason in found.items() if reason}
+
+
+def _first_unsafe(paths: Iterable[str]) -> str:
+    return next(filter(None, map(_unsafe, paths)), "")
 
 
 def _unsafe(path: str) -> str:

@@ -49,6 +49,8 @@ class Facts(NamedTuple):
     numbers: Mapping[str, int] = {}
     #: By entry of EnvironmentFile=, why somebody else than root could write what it names.
     writable: Mapping[str, str] = {}
+    #: By variable of the loader, why somebody else than root could write the code that it names.
+    loaded_code: Mapping[str, str] = {}
     #: By program of the hook, why it cannot be run, or why somebody else than root could write it.
     programs: Mapping[str, str] = {}
     #: Why the hook's line is no command line, and the unit that it names, if it does.
@@ -190,9 +192,7 @@ def arguments(facts: Facts) -> list[Check]:
         consequence = "the hook judges nothing: it ends at once, with a status that is no verdict"
         return [fault("arguments", f"the hook's command line is wrong ({facts.usage})", consequence, remedy, line)]
     if facts.named is not None:
-        consequence = (
-            "it does not count as this unit's own start: it leaves no claim, and refuses what an earlier run left"
-        )
+        consequence = "it does not count as this unit's start: it leaves no claim, and refuses what an earlier run left"
         return [fault("arguments", f"the hook's line has --unit {facts.named}", consequence, remedy, line)]
     return [ok("arguments", "the hook's command line is right")]
 
@@ -223,10 +223,8 @@ def plus(facts: Facts) -> list[Check]:
         elif lack:
             fact = f"the hook's line has no +, and the unit leaves root no {lack}"
             consequence = "it cannot see or end others' processes: starts are refused as denied"
-            bounding = facts.last("Service.CapabilityBoundingSet")
-            found.append(
-                fault("plus", fact, consequence, f"{remedy}, or CapabilityBoundingSet= with it", bounding or line)
-            )
+            remedy += ", or CapabilityBoundingSet= with it"
+            found.append(fault("plus", fact, consequence, remedy, facts.last("Service.CapabilityBoundingSet") or line))
     return found or [ok("plus", "the hook runs as root, with the capabilities that it needs")]
 
 
@@ -252,12 +250,8 @@ def sandbox(facts: Facts) -> list[Check]:
     bare = [command for command, _ in facts.hooks if "privileged" not in command.flags]
     found = []
     for key, consequence, remedy in _tight(facts, bare[0]) if bare else ():
-        fact = f"{key}= holds for the hook too, which has no +"
-        found.append(
-            fault(
-                "sandbox", fact, consequence, f"give the hook's line its +; or {remedy}", facts.last(f"Service.{key}")
-            )
-        )
+        fact, line = f"{key}= holds for the hook too, which has no +", facts.last(f"Service.{key}")
+        found.append(fault("sandbox", fact, consequence, f"give the hook's line its +; or {remedy}", line))
     return found or [ok("sandbox", "nothing of the unit's sandbox is in the way of the hook")]
 
 

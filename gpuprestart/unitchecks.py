@@ -17,6 +17,7 @@ from .model import EXIT_STATUS, Gpu, Refusal
 from .report import indices
 from .selection import Selection
 from .service import Exec, Service
+from .unitlines import Line
 
 #: What lets systemd hear the hook, which is a control process and not the main one (systemd.service(5)).
 LISTENING = ("exec", "all")
@@ -70,10 +71,8 @@ def devices(facts: Facts) -> list[Check]:
         return [fault("devices", "PrivateDevices= hides the GPUs", consequence, "take it out", line)]
     if service.device_policy == "auto" and not service.device_rights:
         return [ok("devices", "the unit may open every device")]
-    needed = facts.nodes
-    shut = [
-        node.path for node in needed if not any(_admits(facts, *entry, node) for entry in service.device_rights.items())
-    ]
+    entries = service.device_rights.items()
+    shut = [node.path for node in facts.nodes if not any(_admits(facts, *entry, node) for entry in entries)]
     if not shut:
         return [ok("devices", "DeviceAllow= has every NVIDIA device")]
     keys = ("Service.DeviceAllow", "Service.DevicePolicy")
@@ -99,25 +98,41 @@ def environment_files(facts: Facts) -> list[Check]:
     lines = unitlines.commands(facts.lines, "Service.EnvironmentFile", len(entries))
     found = []
     for entry, line in zip(entries, lines):
-        if entry in facts.writable and any("privileged" in command.flags for command, _ in facts.hooks):
+        if entry in facts.writable and _privileged(facts):
             consequence = "whoever writes LD_PRELOAD= into it runs code as root with the next start of the hook"
             remedy = "chown root and chmod go-w the file and every folder on its way"
-            found.append(
-                fault("environment-file", f"EnvironmentFile= {facts.writable[entry]}", consequence, remedy, line)
-            )
+            fact = f"EnvironmentFile= {facts.writable[entry]}"
+            found.append(fault("environment-file", fact, consequence, remedy, line))
     return found or [ok("environment-file", "root alone can write the files of the unit's environment")]
 
 
 def environment(facts: Facts) -> list[Check]:
+    """The hook runs without these, but its interpreter has been started with them by then."""
     names = [name for name in facts.service.environment if name.startswith(("LD_", "NVML_"))]
-    if not names:
-        return [ok("environment", "nothing in Environment= that could bring another NVML")]
-    line = unitlines.last(
+    found = []
+    for name, reason in facts.loaded_code.items() if _privileged(facts) else ():
+        consequence = "whoever can write there runs code as root with the next start of the hook"
+        remedy = "have the server set it for itself, by a script or by env in ExecStart="
+        found.append(
+            fault("environment", f"{name} of the unit: {reason}", consequence, remedy, _setting(facts, [name]))
+        )
+    if names and not found:
+        consequence = "the server has it; the hook runs without it, and asks the system's own NVML"
+        fact = f"Environment= sets {', '.join(names)}"
+        found = [remark("environment", fact, consequence, "nothing, if the server needs it", _setting(facts, names))]
+    return found or [ok("environment", "nothing in it that could bring another NVML, or code of somebody else's")]
+
+
+def _setting(facts: Facts, names: Sequence[str]) -> Optional[Line]:
+    """The line of Environment= that sets one of these."""
+    return unitlines.last(
         facts.lines, "Service.Environment", fits=lambda line: any(name in line.value for name in names)
     )
-    consequence = "the server has it; the hook runs without it, and asks the system's own NVML"
-    remedy = "nothing, if the server needs it"
-    return [remark("environment", f"Environment= sets {', '.join(names)}", consequence, remedy, line)]
+
+
+def _privileged(facts: Facts) -> bool:
+    """The hook is root whatever its unit is: what the unit's user can give it makes that user root."""
+    return any(not command.flags.isdisjoint(("privileged", "no-setuid")) for command, _ in facts.hooks)
 
 
 # Containers ----------------------------------------------------------------------------------------------------------
@@ -132,15 +147,8 @@ def container(facts: Facts) -> list[Check]:
     consequence = "a container that an earlier run left is alive to the hook, which refuses every start as protected"
     if not run.handles:
         remedy = f"give {run.engine} run a --name, and ExecStartPre=-{run.engine} rm -f NAME in front of the hook"
-        return [
-            fault(
-                "container",
-                "the server's container has no --name by which it could be ended",
-                consequence,
-                remedy,
-                line,
-            )
-        ]
+        fact = "the server's container has no --name by which it could be ended"
+        return [fault("container", fact, consequence, remedy, line)]
     name = sorted(run.handles)[0]
     service = facts.service
     after = any(call.ends(run) for command in service.stop_post for call in engines.calls(command))
@@ -180,9 +188,7 @@ def timeout(facts: Facts) -> list[Check]:
     if limit is None or limit > total + MARGIN:
         return [ok("timeout", f"TimeoutStartSec={_span(limit)} has room for the hook's {_span(total)}")]
     if service.notify_access in LISTENING and facts.can_notify:
-        return [
-            ok("timeout", f"the hook asks for its {_span(total)} where TimeoutStartSec={_span(limit)} is too short")
-        ]
+        return [ok("timeout", f"the hook asks for its {_span(total)} beyond TimeoutStartSec={_span(limit)}")]
     left = limit - min(MARGIN, 0.3 * limit)
     fact = f"TimeoutStartSec={_span(limit)} is too short for deadline.total = {_span(total)}"
     consequence = f"the hook gives up after {_span(left)}: memory that comes back later refuses the start"
@@ -217,9 +223,7 @@ def actions(facts: Facts) -> list[Check]:
     found = []
     for key, action in facts.service.actions.items():
         often = key == "StartLimitAction" or facts.service.restart in _AGAIN
-        consequence = (
-            f"systemd does that to the machine after {'so many refused starts' if often else 'a refused start'}"
-        )
+        consequence = f"systemd does that to the machine, after {'several refused starts' if often else 'one refusal'}"
         line = facts.last(f"Unit.{key}", f"Service.{key}")
         found.append(remark("actions", f"{key}={action}", consequence, "take it out, if that is not meant", line))
     return found or [ok("actions", "a refused start does nothing to the machine")]
@@ -249,9 +253,7 @@ def user(facts: Facts) -> list[Check]:
     service = facts.service
     line = facts.last("Service.User", "Service.DynamicUser")
     if service.dynamic_user:
-        consequence = (
-            "between two runs nobody has that name: what another unit's start finds of it is refused, not ended"
-        )
+        consequence = "between two runs nobody has that name: what another start finds of it is refused, not ended"
         return [remark("user", "DynamicUser=yes", consequence, "User= with a user that is always there", line)]
     if not facts.user_known:
         consequence = "the server cannot start (217/USER), and what it has left cannot be told to be its own"
@@ -275,9 +277,8 @@ def kind(facts: Facts) -> list[Check]:
         if name.endswith(".socket"):
             fact = f"{service.name} is started by {name}"
             consequence = "after a refusal every connection starts it anew, until systemd gives up the socket as well"
-            found.append(
-                remark("kind", fact, consequence, f"start it by itself; systemctl reset-failed {name} after that")
-            )
+            remedy = f"start it by itself; systemctl reset-failed {name} after that"
+            found.append(remark("kind", fact, consequence, remedy))
     return found or [ok("kind", "a service that is started by itself")]
 
 
@@ -303,9 +304,8 @@ def selection(facts: Facts, chosen: Union[Selection, Refusal], *, unset: bool) -
         consequence = "the hook cannot tell, and judges all: it refuses for a GPU that the server will never use"
         remedy = "set CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES in Environment=, or gpus.select in its policy, too"
         line = facts.last("Service.ExecStart")
-        return [
-            remark("selection", f"only the server's own line names its GPUs ({given[0]})", consequence, remedy, line)
-        ]
+        fact = f"only the server's own line names its GPUs ({given[0]})"
+        return [remark("selection", fact, consequence, remedy, line)]
     numbers = indices(gpu.index for gpu in chosen.gpus)
     return [ok("selection", f"GPU {numbers}: {chosen.source}")]
 

@@ -100,7 +100,8 @@ class Systemd:
         import json
 
         bus = "org.freedesktop.systemd1"
-        call = [self._busctl, "--json=short", "call", bus]
+        # busctl would take a name that begins with a hyphen for an option, such as -H for another host.
+        call = [self._busctl, "--json=short", "--", "call", bus]
         try:
             manager = ("/org/freedesktop/systemd1", f"{bus}.Manager")
             path = json.loads(self._run([*call, *manager, "LoadUnit", "s", name]))["data"][0]

@@ -191,6 +191,7 @@ LINE: list[Case] = [
     ({"ExecStartPre": f"{HOOK} --fast"}, {"arguments": "fault"}, f"ExecStartPre={HOOK} --fast"),
     ({"ExecStartPre": f"{HOOK} --help"}, {"arguments": "fault"}, f"ExecStartPre={HOOK} --help"),
     ({"ExecStartPre": f"{HOOK} --unit %n"}, {"arguments": "fault"}, f"ExecStartPre={HOOK} --unit %n"),
+    ({"ExecStartPre": f"{HOOK} --unit dbus"}, {"arguments": "fault"}, f"ExecStartPre={HOOK} --unit dbus"),
     ({"ExecStartPre": f"+/bin/sh -c 'exec {CLEAN}'"}, {}, ""),
 ]
 
@@ -404,7 +405,7 @@ def test_a_unit_that_nothing_can_start(scene: Scene, state: str, said: str) -> N
     assert seen.finding("nvml")["level"] == "ok"
 
 
-@pytest.mark.parametrize("name", ["dbus.socket", "a/b", "*", ""])
+@pytest.mark.parametrize("name", ["dbus.socket", "a/b", "-Hnowhere", "*", ""])
 def test_what_is_no_name_of_a_service(scene: Scene, name: str) -> None:
     done = scene.node.run(["/usr/bin/gpuprestart", "doctor", "--json", "--", name], check=False)
     said = json.loads(done.stdout)
@@ -475,21 +476,55 @@ def test_who_can_write_the_environment_of_the_hook(scene: Scene, env: str, setti
         assert (check["file"], check["line"]) == _place(scene, f"{FOLDER}/{unit}", line)
 
 
-def test_a_user_who_writes_it_does_run_code_as_root(scene: Scene, env: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "finding"),
+    [
+        ("EnvironmentFile={env}/folder/env", "environment-file"),
+        ("EnvironmentFile={env}/trusted", "environment"),
+        ("Environment=LD_PRELOAD={env}/x.so", "environment"),
+    ],
+)
+def test_who_can_write_it_does_run_code_as_root(scene: Scene, env: str, setting: str, finding: str) -> None:
     """So the fault is none in theory only: the loader obeys before the hook can refuse to."""
-    source = '__attribute__((constructor)) static void f(void) { fclose(fopen("/run/t-doctor-env/done", "w")); }'
+    source = f'__attribute__((constructor)) static void f(void) {{ fclose(fopen("{ENV}/done", "w")); }}'
     scene.node.write(f"{ENV}/x.c", f"#include <stdio.h>\n{source}\n")
     scene.node.run(["cc", "-shared", "-fPIC", "-o", f"{ENV}/x.so", f"{ENV}/x.c"])
+    if finding == "environment":
+        scene.node.run(["chown", "model", f"{ENV}/x.so"])
     scene.node.write(env, f"LD_PRELOAD={ENV}/x.so\n", mode=0o666)
-    unit = _unit(scene, f"EnvironmentFile={env}")
-    assert _doctor(scene, unit).findings == {"environment-file": "fault"}
+    scene.node.write(f"{ENV}/trusted", f"LD_PRELOAD={ENV}/x.so\n")
+    unit = _unit(scene, setting.format(env=ENV))
+    seen = _doctor(scene, unit)
+    assert (seen.exit, seen.findings) == (75, {finding: "fault"})
+    if not setting.endswith("trusted"):
+        assert seen.finding(finding)["line"] == _place(scene, f"{FOLDER}/{unit}", setting.format(env=ENV))[1]
     assert scene.start(unit)
     assert scene.node.run(["stat", "-c", "%U", f"{ENV}/done"]).stdout == "root\n"
 
 
 @pytest.mark.parametrize(
+    ("value", "level"),
+    [
+        ("{env}/folder", "fault"),
+        ("/usr/lib:/opt:{env}/folder/none", "fault"),
+        ("/usr/lib", "remark"),
+        ("$ORIGIN", "remark"),
+    ],
+)
+def test_a_folder_of_libraries_that_the_server_s_user_can_write(scene: Scene, env: str, value: str, level: str) -> None:
+    scene.node.run(["chown", "model", f"{ENV}/folder"])
+    unit = _unit(scene, f"Environment=LD_LIBRARY_PATH={value.format(env=ENV)}")
+    assert _doctor(scene, unit).findings == {"environment": level}
+
+
+@pytest.mark.parametrize(
     ("setting", "said"),
-    [("chmod 777 {path}", "mode 0777"), ("chown model {path}", "uid 5001"), ("chmod a-x {path}", "executed")],
+    [
+        ("chmod 777 {path}", "mode 0777"),
+        ("chown model {path}", "uid 5001"),
+        ("chmod a-x {path}", "executed"),
+        ("rm {path}", "is not there"),
+    ],
 )
 def test_a_program_that_somebody_else_can_write(scene: Scene, setting: str, said: str) -> None:
     path = f"{ENV}/gpuprestart"
@@ -520,6 +555,13 @@ def test_root_without_a_capability(scene: Scene) -> None:
     assert done.returncode == 69
     (check,) = (each for each in json.loads(done.stdout)["checks"] if each["check"] == "privileges")
     assert "root has no CAP_SYS_PTRACE here" in check["fact"]
+
+
+def test_a_file_that_root_alone_may_read_is_no_fault_of_the_unit_s(scene: Scene, env: str) -> None:
+    scene.node.run(["chmod", "600", env])
+    seen = _doctor(scene, _unit(scene, f"EnvironmentFile={env}"), user="alice")
+    assert (seen.exit, seen.findings) == (69, {"privileges": "fault", "selection": "fault"})
+    assert "Permission denied" in seen.finding("selection")["fact"]
 
 
 @contextmanager
@@ -726,7 +768,7 @@ def test_a_bypass_that_stands_and_one_that_is_over(scene: Scene) -> None:
 
 
 def test_a_gpu_that_another_unit_was_just_given(scene: Scene) -> None:
-    first, second, third = (_unit(scene, Environment=f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("0,1", "1", "2"))
+    first, second, third = (_unit(scene, Environment=f"CUDA_VISIBLE_DEVICES={gpus}") for gpus in ("0,1", "1,2", "3"))
     assert scene.start(first)
     seen = _doctor(scene, second)
     assert (seen.exit, seen.findings) == (0, {"shared": "remark", "claims": "remark"})
@@ -755,6 +797,7 @@ def test_a_claim_that_cannot_be_read(scene: Scene) -> None:
         ({"Environment": "CUDA_VISIBLE_DEVICES=1,9"}, {}),
         ({"Environment": ""}, {"shared": "remark"}),
         ({"Environment": "", "ExecStartPre": ""}, {}),
+        ({"Environment": "", "ExecStartPre": "", "EnvironmentFile": "/etc/gpuprestart/policy.toml"}, {}),
     ],
 )
 def test_another_service_that_is_enabled_on_the_same_gpus(
@@ -774,6 +817,15 @@ def test_another_service_that_is_enabled_on_the_same_gpus(
         assert _doctor(scene, apart).findings == {}
     finally:
         scene.node.systemctl("disable", other)
+
+
+def test_another_service_that_is_neither_enabled_nor_up(scene: Scene) -> None:
+    """systemd still has it, because it has failed."""
+    other = _unit(scene, Restart="no", ExecStart="/bin/false")
+    unit = _unit(scene)
+    scene.start(other)
+    scene.await_state(other, "failed")
+    assert _doctor(scene, unit).findings == {}
 
 
 def test_a_socket_that_starts_it(scene: Scene) -> None:
@@ -827,9 +879,13 @@ def test_a_reader_that_has_gone(scene: Scene) -> None:
 
 def test_it_can_be_interrupted(scene: Scene) -> None:
     scene.gpu.ask("hang", function="nvmlInit*")
-    script = (
-        f'{DOCTOR} & p=$!; until grep -q SigQ /proc/$p/status && [ -n "$(cat /proc/$p/task/$p/children)" ]; do :; done'
-    )
-    wait = "kill -TERM $p; wait $p; echo $?"
-    done = scene.node.run(["/bin/sh", "-c", f"{script}; sleep 0.5; {wait}"], check=False)
-    assert done.stdout == "75\n" and "Traceback" not in done.stderr
+    scene.gpu.ask("calls", start=True)
+    unit = scene.name("interrupted")
+    scene.node.start(DOCTOR.split(), unit=unit)
+    scene.gpu.ask("wait", call="nvmlInitWithFlags")
+    scene.node.systemctl("kill", "--kill-who=main", "--signal=TERM", unit)
+    scene.await_state(unit, "failed")
+    assert scene.node.show(unit, "ExecMainStatus")["ExecMainStatus"] == "75"
+    said = [str(each["MESSAGE"]) for each in scene.node.journal(unit=unit)]
+    assert "gpuprestart: SIGTERM came before everything was looked at" in said
+    assert not any("Traceback" in line for line in said)

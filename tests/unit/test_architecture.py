@@ -16,9 +16,9 @@ SOURCES = {path.relative_to(PACKAGE).as_posix()[:-3]: path for path in sorted(PA
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 PURE = (
-    "bypass", "claims", "dropin", "engines", "envfile", "events", "findings", "infrastructure", "judge",
-    "model", "owners", "places", "policy", "quantities", "report", "rules", "schema", "selection", "service",
-    "story", "table", "text", "ties", "unitlines", "unitwords", "verdict",
+    "bypass", "checks", "claims", "dropin", "engines", "envfile", "events", "findings", "hookchecks",
+    "infrastructure", "judge", "model", "owners", "places", "policy", "quantities", "report", "rules", "schema",
+    "selection", "service", "story", "table", "text", "ties", "unitchecks", "unitlines", "unitwords", "verdict",
 )  # fmt: skip
 IMPURE = ("os", "time", "signal", "logging", "subprocess", "socket")
 

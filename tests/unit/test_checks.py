@@ -442,6 +442,21 @@ def test_what_is_wrong_with_a_unit(
             {"EnvironmentFiles": [["/etc/e", False]]},
             [("environment-file", "fault")],
         ),
+        (
+            {"loaded_code": {"LD_PRELOAD": "/x can be written"}},
+            {"Environment": ["LD_PRELOAD=/x"]},
+            [("environment", "fault")],
+        ),
+        (
+            {"loaded_code": {"LD_PRELOAD": "/x can be written"}},
+            {"Environment": ["LD_PRELOAD=/x"], "ExecStartPreEx": [CLEAN[1:]]},
+            [("plus", "fault"), ("environment", "remark")],
+        ),
+        (
+            {"writable": {"/etc/e": "can be written"}},
+            {"EnvironmentFiles": [["/etc/e", False]], "ExecStartPreEx": [f"!{CLEAN[1:]}"]},
+            [("environment-file", "fault")],
+        ),
         ({"can_notify": False}, {"TimeoutStartUSec": 60_000_000}, [("timeout", "fault")]),
         (
             {"policy": Policy(deadline=Deadlines(total=600.0))},

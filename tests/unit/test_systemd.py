@@ -154,6 +154,18 @@ def test_a_failure_is_told_in_systemctl_s_words(systemctl: Make, script: str, wo
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["-Hnowhere.service", "--user.service"])
+def test_a_name_is_never_an_option(tmp_path: Path, name: str) -> None:
+    """busctl would connect to another host by one."""
+    asked, path = tmp_path / "asked", tmp_path / "busctl"
+    path.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+    path.chmod(0o755)
+    with pytest.raises(SystemdError):
+        Systemd(wait, busctl=str(path)).everything(name)
+    words = asked.read_text().split()
+    assert words.index("--") < words.index(name)
+
+
 def test_no_systemctl_at_all(tmp_path: Path) -> None:
     with pytest.raises(SystemdError, match="No such file or directory"):
         Systemd(wait, systemctl=str(tmp_path / "none")).units(NAMES)
