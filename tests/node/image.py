@@ -48,18 +48,27 @@ class Recipe:
     packages: tuple[str, ...]
     pip: tuple[str, ...]
     script: str
+    #: Runs outside the new root, with its folder as $1, while mmdebstrap is at work: there apt has a network.
+    hook: str = ""
 
 
 PACKAGES = (
     # What boots: init, the bus, logind with PAM sessions, and user managers with a bus of their own.
-    "systemd", "systemd-sysv", "dbus", "dbus-user-session", "libpam-systemd", "login", "passwd",
-    # What the product runs on, from the distribution as on a real node; blessed is gpustat's.
-    "python3", "python3-psutil", "python3-systemd", "python3-blessed",
+    "systemd", "systemd-sysv", "dbus", "dbus-user-session", "libpam-systemd", "login", "passwd", "python3",
     # What builds the stand-in driver against the root's own libc.
     "gcc", "libc6-dev", "make",
     # What tests look around with.
     "iproute2", "procps", "util-linux",
 )  # fmt: skip
+
+#: What the product runs on, from the distribution as on a real node.
+NEEDED = ("python3-psutil", "python3-systemd")
+
+#: gpustat's.
+GPUSTAT = ("python3-blessed",)
+
+#: What people read the manual and complete a command line with.
+COMFORT = ("man-db", "bash-completion")
 
 #: Pure Python only: pip runs on the host's interpreter, whose ABI need not be the root's.
 PIP = ("nvidia-ml-py==13.615.71", "gpustat==1.1.1")
@@ -100,6 +109,12 @@ done
 mkdir -p /etc/systemd/journald.conf.d
 printf '[Journal]\nStorage=volatile\n' > /etc/systemd/journald.conf.d/node.conf
 
+apt-get clean
+rm -rf /var/lib/apt/lists/* /var/log/*.log /var/log/apt /var/log/journal
+"""
+
+#: What pip has brought, made ready.
+PIP_SCRIPT = r"""
 # pip leaves console scripts with the host's interpreter in their first line.
 printf '#!/usr/bin/python3\nimport sys\nfrom gpustat.cli import main\nsys.exit(main())\n' \
     > /usr/local/bin/gpustat
@@ -108,16 +123,37 @@ rm -rf /usr/lib/python3/dist-packages/bin
 # Compiled here, once and by the root's own interpreter: otherwise the first start in every fresh
 # overlay would pay for it, and times measured on the node would be wrong.
 python3 -m compileall -q /usr/lib/python3/dist-packages
+"""
 
-apt-get clean
-rm -rf /var/lib/apt/lists/* /var/log/*.log /var/log/apt /var/log/journal
+#: Nobody installs an rpm on Debian, but this is the rpm of RHEL 9, with the Python of RHEL 9: 4.16 and 3.9.
+ARCHIVE_BY_RELEASE: Mapping[str, tuple[str, ...]] = {"bullseye": ("rpm",)}
+
+#: What the product needs is not installed, but lies where apt on the node finds it, which has no network.
+ARCHIVE_HOOK = """
+chroot "$1" apt-get clean
+chroot "$1" apt-get --quiet --yes --download-only install ARCHIVED
+mkdir "$1/srv/archive"
+mv "$1"/var/cache/apt/archives/*.deb "$1/srv/archive"
+cd "$1/srv/archive"
+dpkg-scanpackages . > Packages
+"""
+
+ARCHIVE_SCRIPT = r"""
+rm -rf /etc/apt/sources.list.d
+echo 'deb [trusted=yes] file:/srv/archive ./' > /etc/apt/sources.list
 """
 
 
-def recipe(release: str) -> Recipe:
+def recipe(release: str, *, bare: bool = False) -> Recipe:
+    """A node that runs the product; or a bare one, on which nothing was ever installed for it."""
     if not re.fullmatch(r"[a-z]+", release):
         raise ImageError(f"release {release!r} is not a Debian code name")
-    return Recipe(release=release, packages=PACKAGES, pip=PIP + PIP_BY_RELEASE.get(release, ()), script=SCRIPT)
+    if bare:
+        script = SCRIPT + ARCHIVE_SCRIPT
+        hook = ARCHIVE_HOOK.replace("ARCHIVED", " ".join(NEEDED + ARCHIVE_BY_RELEASE.get(release, ())))
+        return Recipe(release=release, packages=PACKAGES + COMFORT, pip=(), script=script, hook=hook)
+    pip = PIP + PIP_BY_RELEASE.get(release, ())
+    return Recipe(release=release, packages=PACKAGES + NEEDED + GPUSTAT, pip=pip, script=SCRIPT + PIP_SCRIPT)
 
 
 def cache_directory() -> Path:
@@ -143,16 +179,24 @@ class Layers:
             lock.close()
 
 
-def layers(*, release: str = "bookworm", driver: bool = True, say: Callable[[str], None] | None = None) -> Layers:
+def layers(
+    *,
+    release: str = "bookworm",
+    driver: bool = True,
+    bare: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Layers:
     """The read-only layers to boot from, built first if they are not there yet.
 
-    Without `driver` it is the base alone. `say` is told before something slow starts.
+    Without `driver` it is the base alone, with `bare` that of a node on which the product never was. `say` is told
+    before something slow starts.
     """
     say = say or (lambda _: None)
     cache = cache_directory()
     cache.mkdir(parents=True, exist_ok=True)
-    wanted = recipe(release)
-    base_name = f"root-{release}-{_digest(repr(wanted).encode())}"
+    wanted = recipe(release, bare=bare)
+    kind = f"{release}.bare" if bare else release
+    base_name = f"root-{kind}-{_digest(repr(wanted).encode())}"
     held = Layers(paths=[], locks=[])
     # One lock for looking, building and removing: a second run that wants the same root waits for
     # the first one's build instead of making its own.
@@ -168,9 +212,9 @@ def layers(*, release: str = "bookworm", driver: bool = True, say: Callable[[str
                 build_base(wanted, new, keep=lock)
         held.paths.insert(0, base)
         held.locks.append(_hold(cache, base_name))
-        _remove_others(cache, f"root-{release}-", base_name)
+        _remove_others(cache, f"root-{kind}-", base_name)
         if driver:
-            driver_name = f"driver-{release}-{_digest(base_name.encode() + _content(DRIVER))}"
+            driver_name = f"driver-{kind}-{_digest(base_name.encode() + _content(DRIVER))}"
             built = cache / driver_name
             if not built.is_dir():
                 say("building the stand-in driver")
@@ -178,32 +222,37 @@ def layers(*, release: str = "bookworm", driver: bool = True, say: Callable[[str
                     build_driver(base, new, keep=lock)
             held.paths.insert(0, built)
             held.locks.append(_hold(cache, driver_name))
-            _remove_others(cache, f"driver-{release}-", driver_name)
+            _remove_others(cache, f"driver-{kind}-", driver_name)
     return held
 
 
 def build_base(wanted: Recipe, target: Path, *, keep: IO[str]) -> None:
     """Carry a recipe out in the folder `target`."""
+    hook = [f"--customize-hook=set -e{wanted.hook}"] if wanted.hook else []
     # A private mount namespace, so that /proc and /dev of a chroot cannot outlive an interrupted
     # build in the host's mount table.
     command(
         ["unshare", "--mount", "mmdebstrap", "--quiet", "--mode=root", "--variant=minbase",
-         f"--include={','.join(wanted.packages)}", wanted.release, str(target)],
+         f"--include={','.join(wanted.packages)}", *hook, wanted.release, str(target)],
         keep=keep,
     )  # fmt: skip
     # mmdebstrap makes the folder anew with the mode of a root folder; the copy of the host's
     # resolv.conf is none of the node's business.
     (target / "etc/resolv.conf").unlink(missing_ok=True)
-    modules = target / "usr/lib/python3/dist-packages"
+    if wanted.pip:
+        _install_by_pip(wanted.pip, target / "usr/lib/python3/dist-packages", keep=keep)
+    command(["chroot", str(target), "/bin/sh", "-ec", wanted.script], keep=keep)
+
+
+def _install_by_pip(packages: Sequence[str], modules: Path, *, keep: IO[str]) -> None:
     compiled = set(modules.rglob("*.so"))
     command(
         [*_pip(), "install", "--quiet", "--no-deps", "--no-compile", "--root-user-action=ignore",
-         "--target", str(modules), *wanted.pip],
+         "--target", str(modules), *packages],
         keep=keep, env=os.environ,
     )  # fmt: skip
     for path in set(modules.rglob("*.so")) - compiled:
         raise ImageError(f"pip installed compiled code, of the host's ABI, into the root: {path.name}")
-    command(["chroot", str(target), "/bin/sh", "-ec", wanted.script], keep=keep)
 
 
 def build_driver(base: Path, target: Path, *, keep: IO[str]) -> None:

@@ -126,11 +126,13 @@ class Machine:
         nspawn: Sequence[str] = (),
         product: bool = True,
         driver: bool = True,
+        bare: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`devices` are further nodes, path to minor number of major 4; `nspawn` further arguments of it.
 
-        `product` and `driver` say whether gpuprestart and the stand-in driver are installed on it.
+        `product` and `driver` say whether gpuprestart and the stand-in driver are installed on it. On a `bare` node
+        gpuprestart is not, nor anything that it needs beside Python.
         """
         if not 0 <= gpus <= MOST_GPUS:
             raise ValueError(f"gpus: {gpus} (allowed: 0 to {MOST_GPUS})")
@@ -144,8 +146,9 @@ class Machine:
         self.release = release
         self.leader = 0
         self._nspawn = list(nspawn)
-        self._product = product
+        self._product = product and not bare
         self._driver = driver
+        self._bare = bare
         self._say = say or (lambda _: None)
         self._keeper: subprocess.Popen[str] | None = None
         self._state: Path | None = None
@@ -177,7 +180,7 @@ class Machine:
 
     def _start(self) -> None:
         remove_leftovers()
-        layers = image.layers(release=self.release, driver=self._driver, say=self._say)
+        layers = image.layers(release=self.release, driver=self._driver, bare=self._bare, say=self._say)
         self._locks += layers.locks
         self._state = state = self._make_state()
         lower = list(layers.paths)

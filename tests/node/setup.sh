@@ -1,6 +1,6 @@
 #!/bin/sh
-# Installs what the simulated node, and building the test environment, need from the distribution: on Debian
-# and Ubuntu, as root, and only what is missing. It changes nothing else on the machine.
+# Installs what the simulated node, building the test environment, and building the packages need from the
+# distribution: on Debian and Ubuntu, as root, and only what is missing. It changes nothing else on the machine.
 set -eu
 
 # A command tells whether a package is needed more honestly than dpkg does: whoever has the tool from
@@ -27,6 +27,13 @@ need make make
 need gcc gcc
 need pkg-config pkg-config
 need libsystemd-dev '/usr/include/systemd/sd-journal.h'
+# What makes the packages, and the archive of the nodes on which they are installed; what has something to say of them.
+need dpkg-dev dpkg-buildpackage
+need debhelper dh
+need dh-python dh_python3
+need rpm rpmbuild
+need lintian lintian
+need rpmlint rpmlint
 need ca-certificates '/etc/ssl/certs/ca-certificates.crt'
 # The manual is set, and the completions are asked, by the programs that will.
 need man-db man
