@@ -303,7 +303,7 @@ SECRETS = st.sampled_from(FORMS).flatmap(
 
 
 @pytest.mark.case("D5")
-@given(st.sampled_from(OTHERS), SECRETS, st.sampled_from(OTHERS))
+@given(st.sampled_from(OTHERS[:5]), SECRETS, st.sampled_from(OTHERS[:5]))
 def test_no_secret_of_any_form_is_left_in_a_command_line(
     before: list[str], hiding: list[str], after: list[str]
 ) -> None:
