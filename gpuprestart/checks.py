@@ -114,7 +114,10 @@ def as_text(unit: Optional[str], checks: Sequence[Check]) -> str:
         if each.remedy:
             lines += [f"{below}remedy: {printable(each.remedy)}", ""]
     blind = "; not everything could be looked at" if any(each.blind for each in checks) else ""
-    return "\n".join([*lines, f"{unit or 'this machine'}: {_total(checks)}{blind}"]) + "\n"
+    # What is in order with the hook may still find the GPUs dirty.
+    starts = unit is not None and "@." not in unit
+    now = [f"Whether it could start now is another matter: gpuprestart check --unit {unit}"]
+    return "\n".join([*lines, f"{unit or 'this machine'}: {_total(checks)}{blind}", *(now if starts else [])]) + "\n"
 
 
 def _total(checks: Sequence[Check]) -> str:

@@ -55,7 +55,9 @@ def parse(arguments: Sequence[str]) -> Command:
     if list(arguments) == ["clean"]:
         return HOOK
     parser = _parser()
-    given = parser.parse_args(arguments)
+    given, rest = parser.parse_known_args(arguments)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_meant(given.verb, rest)}")
     if given.verb in (None, "status"):
         return STATUS
     if given.verb in (*ADMINISTRATIVE, "doctor"):
@@ -81,6 +83,16 @@ def parse(arguments: Sequence[str]) -> Command:
     gpus = tuple(given.gpus.split(",")) if given.gpus is not None else None
     options = Options(unit=given.unit, policy=given.policy, gpus=gpus, deadline=given.deadline)
     return Command(verb=given.verb, options=options, json=given.json, journal=given.verb == "clean" or given.journal)
+
+
+def _meant(verb: Optional[str], rest: Sequence[str]) -> str:
+    """Some verbs take a unit as it is, and some by an option, which is easily confused."""
+    if verb in (None, "status", "clean", "check") and not rest[0].startswith("-"):
+        wanted = verb if verb in ("clean", "check") else "check"
+        return f"; hint: gpuprestart {wanted} --unit {rest[0]}"
+    if verb in (*ADMINISTRATIVE, "doctor") and rest[0].partition("=")[0] == "--unit":
+        return f"; hint: gpuprestart {verb} UNIT, without --unit"
+    return ""
 
 
 def _parser() -> argparse.ArgumentParser:

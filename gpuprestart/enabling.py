@@ -189,8 +189,17 @@ def disable(command: Command, systemd: Systemd, *, out: TextIO) -> None:
             _say(f"{name} has no drop-in by gpuprestart enable. Nothing was changed.", out)
         for line in _hooks_elsewhere(there.unit if there else name, systemd):
             _say(f"Note: {name} has the hook by another file too: {line}", out)
-    if found and not command.dry_run:
+    if (found or any(_still_loaded(name, systemd) for name in asked)) and not command.dry_run:
         _have_read(command, systemd, out, "is gone")
+
+
+def _still_loaded(name: str, systemd: Systemd) -> bool:
+    """Whether systemd goes on with a drop-in that has gone, because nobody has told it; if it does not say: no."""
+    try:
+        target = targets.of(name, systemd)
+    except (SystemdError, Refusal):
+        return False
+    return target.found is None and target.known
 
 
 def _to_disable(name: str, systemd: Systemd) -> Optional[Found]:
@@ -250,7 +259,10 @@ def _have_read(command: Command, systemd: Systemd, out: TextIO, state: str) -> N
     if not command.now:
         _say(f"systemd does not know yet; to tell it: {_RELOAD}.", out)
         if state == "is gone":
-            _say("Until then, a unit that it has loaded does not start without gpuprestart (203/EXEC).", out)
+            still = "Until then, a unit that it has loaded still runs the hook"
+            _say(f"{still}, and does not start once gpuprestart is removed (203/EXEC).", out)
+        else:
+            _say("Until then it starts as before, with nothing proved.", out)
         return
     try:
         systemd.reload()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from .claims import FOLDER, NOBODY
-from .model import Decision, Fate, GpuState, Outcome, Plan, Survey
+from .model import Decision, Fate, GpuState, Outcome, OwnerKind, Plan, Survey
 from .report import doubts, held, indices, usage, who
 from .story import Story
 
@@ -44,7 +44,7 @@ def against(story: Story) -> list[Finding]:
         return found
     found += _denied(story, plan, survey)
     found += _unmeasured(plan)
-    found += _protected(plan) + _claimed(plan)
+    found += _protected(plan, story.unit) + _claimed(plan)
     found += _unkillable(story)
     found += _respawning(story, plan)
     dirty = [state for state in plan.gpus if not state.clean and not state.unknown]
@@ -106,12 +106,20 @@ def _unmeasured(plan: Plan) -> list[Finding]:
     return [Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", hints) for state in plan.gpus if state.unknown]
 
 
-def _protected(plan: Plan) -> list[Finding]:
-    """Refused because of somebody alive."""
+def _protected(plan: Plan, asked: Optional[str]) -> list[Finding]:
+    """Refused because of somebody alive. The server that was asked about comes last: it is no reason to stop it."""
+
+    def itself(decision: Decision) -> bool:
+        owner = decision.holder.owner
+        return owner.kind is OwnerKind.UNIT and owner.unit is not None and owner.unit.name == asked and owner.unit.up
+
     in_the_way = [*(each for each in plan.blocking if not each.blind), *plan.awaited]
+    in_the_way.sort(key=itself)
     if not in_the_way:
         return []
-    return [Finding(Outcome.PROTECTED, _held(plan, in_the_way), tuple(decision.hint for decision in in_the_way))]
+    running = f"nothing is wrong with that: {asked} is up and has its GPUs; a restart stops it before it judges them"
+    hints = tuple(running if itself(decision) else decision.hint for decision in in_the_way)
+    return [Finding(Outcome.PROTECTED, _held(plan, in_the_way), hints)]
 
 
 def _held(plan: Plan, decisions: Sequence[Decision]) -> str:

@@ -71,6 +71,8 @@ class Teller:
         """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""
         if verdict.gpus:
             self._print(report.overview(verdict.gpus, verdict.decisions))
+            if os.geteuid() != 0:
+                self._complain("gpuprestart: this is not all, for only root may see who holds a GPU; run it as root")
             if not any(state.unknown for state in verdict.gpus):
                 return 0
         else:

@@ -40,6 +40,14 @@ def test_typing_the_name_shows_and_ends_nobody(scene: Scene) -> None:
     assert not scene.node.exists("/run/gpuprestart")
 
 
+def test_status_of_somebody_who_is_not_root_says_that_it_is_not_all(scene: Scene) -> None:
+    scene.orphans("--open", "0", "--gpu", "0", "--mib", "900")
+    done = scene.node.run([GPUPRESTART], user="alice")
+    assert "900 MiB" in done.stdout or "903 MiB" in done.stdout
+    assert done.stderr == "gpuprestart: this is not all, for only root may see who holds a GPU; run it as root\n"
+    assert scene.node.run([GPUPRESTART]).stderr == ""
+
+
 @pytest.mark.parametrize("fault", ["lost", "silent"])
 def test_status_where_it_cannot_measure(scene: Scene, fault: str) -> None:
     if fault == "lost":

@@ -103,6 +103,18 @@ def test_a_dirty_gpu_refuses_the_start_and_a_clean_one_lets_it_pass(scene: Scene
     assert pre(scene, name) == []
 
 
+def test_a_reload_that_was_forgotten_can_be_made_up_for(scene: Scene) -> None:
+    name = unit(scene, SLEEP)
+    gpuprestart(scene, "enable", name, "--now")
+    assert "systemd does not know yet" in gpuprestart(scene, "disable", name).stdout
+    again = gpuprestart(scene, "disable", name).stdout
+    assert "Nothing was changed" in again and "still runs the hook" in again
+    assert len(pre(scene, name)) == 1
+    assert "systemd has read its units" in gpuprestart(scene, "disable", name, "--now").stdout
+    assert pre(scene, name) == []
+    assert "does not know" not in gpuprestart(scene, "disable", name).stdout
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

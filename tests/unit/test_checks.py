@@ -120,8 +120,10 @@ def test_for_people_what_is_wrong_comes_first() -> None:
         "ok      long-word  fine",
         "ok      long-word  fine",
         "s.service: 2 faults (c, b), 1 remark (a), 2 ok; not everything could be looked at",
+        "Whether it could start now is another matter: gpuprestart check --unit s.service",
         "",
     ]
+    assert checks.as_text("s@.service", [OK]).endswith("\ns@.service: 1 ok\n")
     assert checks.as_text(None, [OK]).endswith("\nthis machine: 1 ok\n")
 
 

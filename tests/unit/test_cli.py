@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gpuprestart import commandline
+
 from .processes import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -40,3 +42,22 @@ def test_a_signal_after_the_verdict_does_not_take_it_away(how: str) -> None:
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (answer.returncode, answer.stderr) == (69, "")
     assert "unknown, exit status 69: no answer" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("check sglang-qwen", "gpuprestart check --unit sglang-qwen"),
+        ("clean sglang-qwen", "gpuprestart clean --unit sglang-qwen"),
+        ("status sglang-qwen", "gpuprestart check --unit sglang-qwen"),
+        ("doctor --unit sglang-qwen", "gpuprestart doctor UNIT, without --unit"),
+        ("enable --unit=sglang-qwen", ""),
+        ("check --fast", ""),
+    ],
+)
+def test_a_unit_in_the_wrong_place(line: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        commandline.parse(line.split())
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 64
+    assert said.endswith(f"; hint: {hint}") if hint else "hint" not in said

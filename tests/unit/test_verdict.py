@@ -132,6 +132,18 @@ def test_protected_names_gpu_process_owner_and_figures() -> None:
 
 
 @pytest.mark.case("A5")
+def test_the_server_that_was_asked_about_is_no_reason_to_stop_it() -> None:
+    """Somebody else on its GPUs is: that one is named first."""
+    server = holder(pid=10, of=owner(of=unit("sglang.service", "active")), listed={0: 70_000})
+    found = verdict(server, used=(70_003,), unit="sglang.service")
+    assert found.outcome is Outcome.PROTECTED and "sglang.service, which is active" in found.message
+    assert found.hints[0].startswith("nothing is wrong with that: sglang.service is up")
+    assert not any("systemctl stop" in hint for hint in found.hints)
+    other = holder(pid=11, of=ACTIVE, listed={0: 1520})
+    found = verdict(server, other, used=(71_523,), unit="sglang.service")
+    assert "is held by python3[11]" in found.message and found.hints[0] == "systemctl stop ollama.service"
+
+
 def test_protected_counts_the_others() -> None:
     many = [holder(pid=pid, of=session("active", "running"), listed={0: 100}) for pid in range(10, 16)]
     found = verdict(*many, used=(603,))
