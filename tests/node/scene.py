@@ -193,13 +193,18 @@ TimeoutStartSec=300
     def verdict(self, unit: str) -> Run:
         """The verdict of a unit's last run, as its hook printed it into the journal."""
         invocation = self.node.show(unit, "InvocationID")["InvocationID"]
-        entries = self.node.journal(unit=unit)
-        printed = [each["MESSAGE"] for each in entries if str(each["MESSAGE"]).startswith('{"version"')]
-        said = [str(each["MESSAGE"]) for each in entries if each.get("SYSLOG_IDENTIFIER") == "gpuprestart"]
-        assert printed, f"no verdict in the journal of {unit}: {said}"
-        verdict = json.loads(printed[-1])
-        assert not invocation or verdict["run"] == invocation
-        return Run(exit=verdict["exit"], verdict=verdict, stdout=printed[-1], stderr="\n".join(said))
+        said: list[str] = []
+
+        def printed() -> Any:
+            entries = self.node.journal(unit=unit)
+            said[:] = [str(each["MESSAGE"]) for each in entries if each.get("SYSLOG_IDENTIFIER") == "gpuprestart"]
+            lines = [str(each["MESSAGE"]) for each in entries if str(each["MESSAGE"]).startswith('{"version"')]
+            verdict = json.loads(lines[-1]) if lines else {}
+            return verdict if verdict and invocation in ("", verdict["run"]) else None
+
+        # What a process that has ended had printed may still wait for journald to read it.
+        verdict = self.node.wait_for(printed, timeout=5, what=f"the verdict of {unit} is in its journal")
+        return Run(exit=verdict["exit"], verdict=verdict, stdout=json.dumps(verdict), stderr="\n".join(said))
 
     def records(self, run: Run, event: str | None = None) -> list[dict[str, Any]]:
         """The journal records of a run, or those of one kind."""

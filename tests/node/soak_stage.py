@@ -405,6 +405,19 @@ class _Scene:
         return (results[0] if plan.shell else None), beside
 
     def _told(self, units: Sequence[str], shell: Optional[Any], checked: Optional[Any], cursor: str) -> list[Told]:
+        """What each run said; journald may still have to read what one that has just ended has printed."""
+        told: list[Told] = []
+
+        def complete() -> bool:
+            told[:] = self._read(units, shell, checked, cursor)
+            return all(each.verdict or each.status is None for each in told)
+
+        # One that has said nothing is the checker's to find.
+        with suppress(AssertionError):
+            self._node.wait_for(complete, timeout=5, what="journald has everything")
+        return told
+
+    def _read(self, units: Sequence[str], shell: Optional[Any], checked: Optional[Any], cursor: str) -> list[Told]:
         plan = self._plan
         # With a match, --after-cursor would leave out the first entry that fits it.
         said = self._node.journal(f"--cursor={cursor}", SYSLOG_IDENTIFIER="gpuprestart")
