@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.node.machine import wait_for
-from tests.node.scene import HOLDER, Run, Scene
+from tests.node.scene import Run, Scene
 
 CLAIMS = "/run/gpuprestart/claims"
 LOCKS = "/run/gpuprestart/locks"
@@ -23,25 +23,6 @@ def no_claims(scene: Scene) -> Iterator[None]:
 
 
 # Two starts at once --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.case("A20")
-@pytest.mark.parametrize("number", range(3))
-def test_two_units_start_on_one_gpu_at_the_same_moment(scene: Scene, number: int) -> None:
-    """Their servers are up at once and allocate only later, so to each hook the GPU looks free."""
-    # An answer that takes its time: both are at it before either is through.
-    scene.gpu.ask("delay", function="nvmlDeviceGetMemoryInfo*", gpu=0, ms=150)
-    late = f"{HOLDER} --open 0 --gpu 0 --mib 60000 --delay-alloc 1"
-    units = [scene.server(gpus="0", server=late, more="Type=notify\n") for _ in range(2)]
-    scene.node.systemctl("start", *units, check=False)
-    states = {unit: scene.node.show(unit, "ActiveState")["ActiveState"] for unit in units}
-    assert sorted(states.values()) == ["active", "failed"], states
-    winner, loser = sorted(units, key=lambda unit: states[unit])
-    _is_protected_from(scene, scene.verdict(loser), winner)
-    assert scene.verdict(winner).outcome == "clean"
-    main = int(scene.node.show(winner, "MainPID")["MainPID"])
-    scene.gpu.ask("wait", allocated=main)
-    assert scene.alive(main)
 
 
 def test_three_units_that_share_gpus_two_by_two(scene: Scene) -> None:

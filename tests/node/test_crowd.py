@@ -11,13 +11,12 @@ import pytest
 from tests.node.machine import Node, can_boot
 from tests.node.scene import Run, Scene
 
-CLEAN = "/usr/bin/gpuprestart clean --json"
 GPUS, SLICES = 16, 7
 
 #: Opens so many files, and has a child for each list of nodes, which has all of them open too and does nothing else,
 #: or calls itself something else all the time.
 CROWD = """
-import itertools, json, os, random, signal, socket, sys, time
+import json, os, random, signal, socket, sys, time
 sys.path.insert(0, "/opt/simgpu")
 from simgpu_process import notify
 files, nodes, leave, names = json.load(open(sys.argv[1]))
@@ -34,10 +33,10 @@ for each in nodes:
         os.write(write, b".")
         os.close(write)
         comm = os.open("/proc/self/comm", os.O_WRONLY) if names else -1
-        time.sleep(random.random())
-        for name in itertools.cycle(names):
-            os.write(comm, name.encode())
-            time.sleep(1)
+        random.seed(os.getpid())
+        while names:
+            os.write(comm, random.choice(names).encode())
+            time.sleep(random.uniform(0.5, 1.5))
         signal.pause()
 os.close(write)
 while os.read(read, 65536):
@@ -78,14 +77,17 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture(autouse=True)
-def no_claims(scene: Scene) -> None:
-    scene.node.run(["rm", "-rf", "/run/gpuprestart"])
+def before(scene: Scene) -> None:
+    scene.node.run(["rm", "-rf", "/run/gpuprestart", "/run/t-out"])
 
 
 # Many ----------------------------------------------------------------------------------------------------------------
 
-#: Processes, their descriptors, and how many of them hold something.
+#: Processes, the descriptors of each, and how many of them hold something.
 PROCESSES, FILES, HOLDERS = 4000, 65, 200
+
+#: A verdict on so many is longer than what journald takes for a line.
+OUT = "StandardOutput=file:/run/t-out\nStandardError=journal\n"
 
 
 @pytest.fixture
@@ -111,40 +113,44 @@ def instances(scene: Scene) -> Iterator[list[list[str]]]:
 def test_many_processes_descriptors_holders_and_instances(scene: Scene, instances: list[list[str]]) -> None:
     """The same answers as of one: who is stale is ended, and nobody else is, however many there are."""
     scene.policy("[deadline]\nterm = '1 s'\n")
-    crowd = _crowd(scene, [()] * (PROCESSES - HOLDERS - 20))
-    monitor = _crowd(scene, [[path for gpu in range(GPUS) for path in _nodes(gpu, gpu % SLICES)]] * 10)
-    places = [(number % GPUS, number // GPUS % SLICES) for number in range(HOLDERS + 10)]
-    stale = _left(scene, [_nodes(*place) for place in places[:HOLDERS]])
     last = GPUS - 1
-    live = _crowd(scene, [_nodes(last, instance) for instance in range(SLICES)])
-    for number, (pid, (gpu, instance)) in enumerate(zip(stale, places)):
+    everything = [path for gpu in range(GPUS) for path in _nodes(gpu, gpu % SLICES)]
+    crowds = {
+        _crowd(scene, nodes): len(nodes)
+        for nodes in (
+            [()] * (PROCESSES - HOLDERS),
+            # Monitors have what there is, and no memory; a living server has memory on a GPU that is not ours.
+            [everything] * 10,
+            [_nodes(last, instance) for instance in range(SLICES)],
+        )
+    }
+    places = [(number % GPUS, number // GPUS % SLICES) for number in range(HOLDERS)]
+    stale = dict(zip(_left(scene, [_nodes(*place) for place in places]), places))
+    for number, (pid, (gpu, instance)) in enumerate(stale.items()):
         # One in ten has memory that NVML lists for nobody.
-        kind = "none" if number % 10 == 0 else "compute"
+        kind = "compute" if number % 10 else "none"
         scene.gpu.ask("alloc", gpu=gpu, instance=instance, mib=100, pid=pid, kind=kind)
-    for instance, pid in enumerate(scene.node.unit_pids(live)[1:]):
+    living = scene.node.unit_pids(list(crowds)[-1])[1:]
+    for instance, pid in enumerate(living):
         scene.gpu.ask("alloc", gpu=last, instance=instance, mib=100, pid=pid)
-    everybody = scene.node.run(["sh", "-c", "ls -d /proc/[0-9]* | wc -l"]).stdout
-    assert int(everybody) > PROCESSES
+    assert int(scene.node.run(["sh", "-c", "ls -d /proc/[0-9]* | wc -l"]).stdout) > PROCESSES
 
     ours = [uuid for gpu in range(last) for uuid in instances[gpu]]
-    server, out = (
-        scene.server(gpus=",".join(ours), more="StandardOutput=file:/run/t-out\nStandardError=journal\n"),
-        "/run/t-out",
-    )
+    server = scene.server(gpus=",".join(ours), more=OUT)
     assert scene.start(server)
-    run = _verdict(scene, out)
-    print(run.verdict["phases"], run.verdict["duration_s"], run.verdict["message"])
+    run = _verdict(scene)
     assert (run.outcome, run.exit) == ("cleaned", 0)
-    ended = {pid for pid, (gpu, _) in zip(stale, places) if gpu != last}
+    assert [gpu["uuid"] for gpu in run.verdict["gpus"]] == ours
+    assert all(gpu["clean"] for gpu in run.verdict["gpus"])
+    ended = {pid: place for pid, place in stale.items() if place[0] != last}
     assert run.fates == dict.fromkeys(ended, "terminated")
-    assert [gpu["uuid"] for gpu in run.verdict["gpus"]] == ours and all(gpu["clean"] for gpu in run.verdict["gpus"])
-    assert sorted(pid for pid, name in scene.signals(run)) == sorted(ended)
-    assert scene.alive(set(stale) - ended)
-    assert [len(scene.node.unit_pids(unit)) for unit in (crowd, monitor, live)] == [
-        PROCESSES - HOLDERS - 20 + 1,
-        11,
-        SLICES + 1,
-    ]
+    # What NVML lists on an instance it lists on its GPU as well.
+    held = {pid: [uuid for uuid in run.holder(pid)["gpus"] if uuid.startswith("MIG-")] for pid in ended}
+    assert held == {pid: [instances[gpu][instance]] for pid, (gpu, instance) in ended.items()}
+    assert sorted(scene.signals(run)) == [(pid, "SIGTERM") for pid in sorted(ended)]
+    assert scene.alive(stale.keys() - ended)
+    # Each has the process that made it, too.
+    assert {unit: len(scene.node.unit_pids(unit)) - 1 for unit in crowds} == crowds
 
 
 # Others from one look to the next ------------------------------------------------------------------------------------
@@ -162,10 +168,9 @@ def test_names_that_change_while_they_are_read(scene: Scene) -> None:
     stale = _left(scene, [["/dev/nvidia0"]] * 20, names=NAMES)
     for pid in stale:
         scene.gpu.ask("alloc", gpu=0, mib=100, pid=pid, kind="none")
-    server = scene.server(gpus="0", more="StandardOutput=file:/run/t-out\nStandardError=journal\n")
+    server = scene.server(gpus="0", more=OUT)
     assert scene.start(server)
-    run = _verdict(scene, "/run/t-out")
-    print(run.verdict["phases"], run.verdict["duration_s"], run.verdict["message"])
+    run = _verdict(scene)
     assert run.outcome == "cleaned" and run.fates == dict.fromkeys(stale, "terminated")
     assert sorted(scene.signals(run)) == [(pid, "SIGTERM") for pid in stale]
     assert len(scene.node.unit_pids(crowd)) == FLAPPING + 1
@@ -219,10 +224,10 @@ def test_a_holder_that_is_another_when_its_signal_is_due(scene: Scene, what: str
     scene.node.run(["cp", "/usr/bin/systemctl", "/run/t-systemctl"])
     scene.node.write("/run/t-wrapped", ASKED.format(unit=unit, call=call, then=then), mode=0o755)
     # Without the +, which would lift the unit's settings.
-    more = "User=root\nBindPaths=/run/t-wrapped:/usr/bin/systemctl\n"
+    more = f"User=root\nBindPaths=/run/t-wrapped:/usr/bin/systemctl\n{OUT}"
     server = scene.server(gpus="0", plus=False, more=more)
     assert not scene.start(server)
-    run = scene.verdict(server)
+    run = _verdict(scene)
     assert (run.outcome, run.exit) == ("protected", 75) and wanted in run.verdict["message"]
     sent = [name for whom, name in scene.signals(run) if whom == pid]
     assert sent == (["SIGTERM"] if signal == "SIGKILL" else [])
@@ -261,6 +266,6 @@ def _left(scene: Scene, nodes: Sequence[Sequence[str]], *, names: Sequence[str] 
     return pids
 
 
-def _verdict(scene: Scene, path: str) -> Run:
-    verdict = json.loads(scene.node.read(path))
+def _verdict(scene: Scene) -> Run:
+    verdict = json.loads(scene.node.read("/run/t-out"))
     return Run(exit=verdict["exit"], verdict=verdict, stdout="", stderr="")

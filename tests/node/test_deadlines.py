@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -48,9 +50,9 @@ def test_a_driver_that_hangs_while_it(scene: Scene, moment: str, state: str) -> 
         where = {"path": hung.file} if state == "D" else {}
         if moment == "lists processes":
             scene.gpu.ask("hang", function="nvmlDeviceGetComputeRunningProcesses*", **where)
-            scene.node.systemctl("start", "--no-block", server)
+            _start(scene, server)
         else:
-            scene.node.systemctl("start", "--no-block", server)
+            _start(scene, server)
             _says(scene, server, "Ending" if holder else "Waiting")
             scene.gpu.ask("hang", function="nvmlDeviceGetMemoryInfo*", **where)
         run = _failed(scene, server)
@@ -65,11 +67,11 @@ def test_a_driver_that_hangs_while_it(scene: Scene, moment: str, state: str) -> 
 @pytest.mark.case("D3")
 @pytest.mark.parametrize("state", ["killable", "D"])
 def test_stopped_while_the_driver_hangs(scene: Scene, state: str) -> None:
-    server = scene.server(gpus="0", command=CLEAN)
+    server = _server(scene, command=CLEAN)
     with _nothing_left(scene, stuck=state == "D") as hung:
         scene.gpu.ask("hang", function="nvmlInit*", **({"path": hung.file} if state == "D" else {}))
         scene.gpu.ask("calls", start=True)
-        scene.node.systemctl("start", "--no-block", server)
+        _start(scene, server)
         scene.gpu.ask("wait", call="nvmlInit*")
         scene.gpu.ask("calls", stop=True)
         if state == "D":
@@ -96,17 +98,17 @@ def test_a_reader_of_what_a_run_prints_does_not_wait_for_what_hangs(scene: Scene
 @pytest.mark.parametrize("moment", ["starts", "lists processes", "waits for memory"])
 def test_a_driver_that_crashes_while_it(scene: Scene, moment: str) -> None:
     """There is nothing to wait for then."""
-    server = scene.server(gpus="0", command=CLEAN)
+    server = _server(scene, command=CLEAN)
     with _nothing_left(scene):
         if moment == "waits for memory":
             scene.gpu.ask("leak", gpu=0, mib=900)
-            scene.node.systemctl("start", "--no-block", server)
+            _start(scene, server)
             _says(scene, server, "Waiting")
             scene.gpu.ask("crash", function="nvmlDeviceGetMemoryInfo*")
         else:
             function = "nvmlInit*" if moment == "starts" else "nvmlDeviceGetComputeRunningProcesses*"
             scene.gpu.ask("crash", function=function)
-            scene.node.systemctl("start", "--no-block", server)
+            _start(scene, server)
         run = _failed(scene, server)
         assert (run.outcome, run.exit) == ("unknown", 69)
         assert "SIGSEGV" in run.verdict["message"]
@@ -125,7 +127,7 @@ def test_holders_that_survive_sigkill(scene: Scene, whose: str, count: int) -> N
     """systemd would wait for its unit to be empty, for four times its TimeoutStopSec=, if they stayed in it."""
     with _nothing_left(scene, stuck=whose == "our own") as hung:
         server, pids = _stuck(scene, hung, count, ours=whose == "our own")
-        assert not scene.start(server)
+        _start(scene, server)
         run = _failed(scene, server)
         assert (run.outcome, run.exit) == ("unkillable", 75)
         assert run.fates == {pid: "survived" for pid in pids}
@@ -133,13 +135,13 @@ def test_holders_that_survive_sigkill(scene: Scene, whose: str, count: int) -> N
         assert DEADLINE <= run.verdict["duration_s"] < DEADLINE + SLACK * FAILED
         _fails_in_time(scene, server, run, due=DEADLINE)
         # Where they are now they are still what they are, for the next start and for anybody else's.
-        assert not scene.start(server)
+        _start(scene, server)
         again = _failed(scene, server)
         assert (again.outcome, again.fates) == ("unkillable", run.fates)
         _fails_in_time(scene, server, again, due=DEADLINE)
         assert scene.clean("--gpus", "0", "--deadline", "1s").outcome == "unkillable"
     assert scene.start(server)
-    assert scene.verdict(server).outcome == "clean"
+    assert _verdict(scene, server).outcome == "clean"
 
 
 @pytest.mark.case("B5")
@@ -147,7 +149,7 @@ def test_holders_that_survive_sigkill(scene: Scene, whose: str, count: int) -> N
 def test_a_driver_and_a_holder_that_hang(scene: Scene) -> None:
     with _nothing_left(scene, stuck=True) as hung:
         server, (pid,) = _stuck(scene, hung, 1, ours=True)
-        scene.node.systemctl("start", "--no-block", server)
+        _start(scene, server)
         _says(scene, server, "Ending")
         scene.gpu.ask("hang", function="nvmlDeviceGetMemoryInfo*", path=hung.file)
         run = _failed(scene, server)
@@ -178,16 +180,16 @@ def test_nothing_is_left_of_a_run(scene: Scene, outcome: str) -> None:
     elif outcome == "unknown":
         scene.gpu.ask("hang", function="nvmlDeviceGetMemoryInfo*")
     gpus = {"none": "", "config": "9"}.get(outcome, "0")
-    command = f"{CLEAN} --deadline {6 if outcome == 'respawning' else DEADLINE}s"
-    server = scene.server(gpus=gpus, command=command, more="KillMode=process\n")
+    deadline = 6 if outcome == "respawning" else DEADLINE
+    server = _server(scene, gpus=gpus, deadline=deadline, more="KillMode=process\n")
     with _nothing_left(scene):
-        scene.node.systemctl("start", "--no-block", server)
+        _start(scene, server)
         if outcome == "interrupted":
             _says(scene, server, "Waiting")
             scene.node.systemctl("kill", "--kill-who=control", server)
         good = outcome in ("clean", "cleaned", "none")
         scene.await_state(server, "active" if good else "failed")
-        assert scene.verdict(server).outcome == outcome
+        assert _verdict(scene, server).outcome == outcome
         assert len(scene.node.unit_pids(server)) == (1 if good else 0)
         left = scene.node.run(["find", "/run/gpuprestart", "-type", "f", "-printf", "%P\n"], check=False).stdout.split()
         kept = {"none": [], "config": [], "unknown": ["locks"], "clean": ["claims", "locks"]}
@@ -215,10 +217,9 @@ def test_without_an_answer_from_systemd(scene: Scene, how: str, dirty: bool) -> 
     scene.node.wait_for(lambda: scene.node.exists("/run/t-silent"), timeout=10, what="it listens")
     pids = scene.orphans(*HOLD)[1] if dirty else []
     # Without the +, which would lift the unit's settings.
-    command, more = f"{CLEAN} --deadline {DEADLINE}s", f"User=root\n{NO_SYSTEMD[how]}\n"
-    server = scene.server(gpus="0", command=command, plus=False, more=more)
+    server = _server(scene, plus=False, more=f"User=root\n{NO_SYSTEMD[how]}\n")
     assert scene.start(server) is not dirty
-    run = scene.verdict(server)
+    run = _verdict(scene, server)
     assert (run.outcome, run.exit) == (("unknown", 69) if dirty else ("clean", 0))
     assert scene.alive(pids)
     if dirty:
@@ -230,9 +231,9 @@ def test_without_the_message_bus(scene: Scene) -> None:
     """systemd has a way of its own for root."""
     _, (orphan,) = scene.orphans(*HOLD)
     more = "User=root\nInaccessiblePaths=/run/dbus/system_bus_socket\n"
-    server = scene.server(gpus="0", plus=False, more=more)
+    server = _server(scene, command=CLEAN, plus=False, more=more)
     assert scene.start(server)
-    run = scene.verdict(server)
+    run = _verdict(scene, server)
     assert run.outcome == "cleaned" and run.fates == {orphan: "terminated"}
 
 
@@ -249,7 +250,7 @@ def test_without_the_message_bus(scene: Scene) -> None:
 def test_without_room_for_locks_and_claims(scene: Scene, options: str, why: str, dirty: bool) -> None:
     """A page is taken before, so that there is room for nothing, or for the lock and not for the claim behind it."""
     pids = scene.orphans(*HOLD)[1] if dirty else []
-    server = scene.server(gpus="0")
+    server = _server(scene, command=CLEAN)
     mount = f"mkdir /run/gpuprestart; mount -t tmpfs -o {options},mode=755 tmpfs /run/gpuprestart"
     take = "; echo > /run/gpuprestart/taken" if options.startswith("size=") and "inodes" not in options else ""
     scene.node.run(["sh", "-ec", mount + take])
@@ -258,7 +259,7 @@ def test_without_room_for_locks_and_claims(scene: Scene, options: str, why: str,
         files = scene.node.run(["find", "/run/gpuprestart", "-type", "f", "-name", ".*"]).stdout
     finally:
         scene.node.run(["umount", "/run/gpuprestart"])
-    run = scene.verdict(server)
+    run = _verdict(scene, server)
     assert (run.outcome, run.exit) == ("denied", 77)
     assert ": /run/gpuprestart/" in run.verdict["message"] and run.verdict["message"].endswith(f": {why}")
     assert "/run" in run.verdict["hints"][0] and "root" not in run.verdict["hints"][0]
@@ -310,7 +311,7 @@ def test_without_enough_descriptors(scene: Scene, limit: int) -> None:
     assert refused.stderr == f"gpuprestart: config: only {limit} open files are allowed; hint: LimitNOFILE=64\n"
     assert scene.node.run(["sh", "-c", script.replace("-n", "-Sn")], check=False).returncode == 0
     more = f"User=root\nLimitNOFILE={limit}\n"
-    server = scene.server(gpus="0", command=CLEAN, plus=False, more=more)
+    server = _server(scene, plus=False, more=more)
     assert not scene.start(server)
     assert "status=78" in scene.node.show(server, "ExecStartPre")["ExecStartPre"].replace("/CONFIG", "")
 
@@ -325,8 +326,25 @@ def test_without_another_process(scene: Scene) -> None:
 # Their parts ---------------------------------------------------------------------------------------------------------
 
 
-def _server(scene: Scene) -> str:
-    return scene.server(gpus="0", command=f"{CLEAN} --deadline {DEADLINE}s")
+def _server(scene: Scene, *, deadline: float = DEADLINE, more: str = "", **settings: Any) -> str:
+    """What its hook prints bears the unit's name from the start: journald may come to look at one that has ended at
+    once too late to tell whose it was."""
+    settings = {"gpus": "0", "command": f"{CLEAN} --deadline {deadline}s", **settings}
+    return scene.server(more=f"SyslogIdentifier=%n\n{more}", **settings)
+
+
+def _verdict(scene: Scene, server: str) -> Run:
+    """That of a unit's last run."""
+    lines = [str(each["MESSAGE"]) for each in scene.node.journal(SYSLOG_IDENTIFIER=server)]
+    *_, verdict = (json.loads(line) for line in lines if line.startswith('{"version"'))
+    assert verdict["run"] == scene.node.show(server, "InvocationID")["InvocationID"]
+    return Run(exit=verdict["exit"], verdict=verdict, stdout="", stderr="\n".join(lines))
+
+
+def _start(scene: Scene, server: str) -> None:
+    """Without waiting, and so that what it has failed with before is not taken for what comes of this."""
+    scene.node.run(["systemctl", "reset-failed", server], check=False)
+    scene.node.systemctl("start", "--no-block", server)
 
 
 def _says(scene: Scene, server: str, word: str) -> None:
@@ -338,7 +356,7 @@ def _says(scene: Scene, server: str, word: str) -> None:
 def _failed(scene: Scene, server: str) -> Run:
     """The run of a unit's start, once that has failed."""
     scene.await_state(server, "failed")
-    return scene.verdict(server)
+    return _verdict(scene, server)
 
 
 def _fails_in_time(scene: Scene, server: str, run: Run, *, due: float) -> None:

@@ -33,6 +33,21 @@ def test_a_fault_of_the_program_has_its_own_status(fault: str) -> None:
         assert "internal, exit status 70" in answer.stdout
 
 
+def test_what_we_are_not_given_is_no_fault_of_the_program() -> None:
+    """A limit of the unit, or a machine that has nothing left."""
+    lack = "import errno, os\ndef _lack(*_, **__): raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))\n"
+    for where, told in (("hook._Run", "stdout"), ("os.fork", "stderr")):
+        code = (
+            f"{lack}import sys; from gpuprestart import cli, hook; {where} = _lack; sys.argv[1:] = ['check']; cli.run()"
+        )
+        answer = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert answer.returncode == 69
+        assert "no more processes, memory or open files" in getattr(answer, told)
+        assert "Traceback" not in answer.stderr
+
+
 def test_a_policy_that_is_named_stands_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read instead of the search path, and the unit's overlay lies on the search path."""
     (tmp_path / "x.service.toml").write_text("[deadline]\nterm = '9 s'\n")
