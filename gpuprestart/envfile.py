@@ -36,9 +36,9 @@ def assignments(text: str) -> Iterator[tuple[str, str]]:
         plain = _PLAIN.match(text, position)
         assert plain is not None
         position = plain.end()
-        # Blanks at the end do not count, but for one that is escaped.
-        bare = plain[1].rstrip(" \t")
-        if (len(bare) - len(bare.rstrip("\\"))) % 2:
+        # Blanks at the end do not count, but for one that is escaped, and those before a backslash that ends the file.
+        bare = plain[1] if text[position:] == "\\" else plain[1].rstrip(" \t")
+        if bare != plain[1] and (len(bare) - len(bare.rstrip("\\"))) % 2:
             bare = plain[1][: len(bare) + 1]
         yield name[1].strip(" \t"), value + re.sub(r"\\(.)", _unescaped, bare, flags=re.DOTALL)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, Callable, Optional
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpuprestart import claims, owners, registry, selection, table
@@ -233,6 +233,7 @@ def by_systemd(text: str) -> Iterator[tuple[str, str]]:
 MARKS = [*"AB=='\"\\ \t\n\n\r#;$`x", "A=", "CUDA=0", "# c", "\\\n", "\\ ", "é", "\x0b"]
 
 
+@example("A=A \\")
 @given(st.lists(st.sampled_from(MARKS), max_size=24).map("".join))
 def test_a_file_of_settings_says_what_it_says_to_systemd(text: str) -> None:
     text = re.sub(r"([#;][^\r\n]*?)\\+(?=[\r\n]|\Z)", r"\1", text)
