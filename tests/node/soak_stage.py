@@ -431,9 +431,11 @@ class _Scene:
         return found
 
     def _started(self, unit: str, said: Sequence[Any], places: tuple[Place, ...]) -> Told:
-        # Also one that was not given for this unit, though it should.
-        own = [str(each["MESSAGE"]) for each in said if each.get("_SYSTEMD_UNIT") == unit]
-        printed = [json.loads(line) for line in own if line.startswith('{"version"')]
+        # Also one that was not given for this unit, though it should; and one of which a busy journald, which came to
+        # look at its process when that had gone, does not tell whose it was.
+        lines = [(each.get("_SYSTEMD_UNIT"), str(each["MESSAGE"])) for each in said]
+        verdicts = [(owner, json.loads(line)) for owner, line in lines if line.startswith('{"version"')]
+        printed = [verdict for owner, verdict in verdicts if unit in (owner, verdict["unit"])]
         verdict = printed[-1] if printed else {}
         shown = self._node.show(unit, "ActiveState", "ExecMainStartTimestampMonotonic", "ExecStartPre", "InvocationID")
         ended = re.search(r"code=exited ; status=(\d+)", shown["ExecStartPre"])
@@ -444,7 +446,7 @@ class _Scene:
             for each in said
             if "GPUPRESTART_EVENT" in each and (each["GPUPRESTART_RUN"] in runs or each.get("_SYSTEMD_UNIT") == unit)
         ]
-        lines = [each for each in said if each.get("_SYSTEMD_UNIT") == unit and "GPUPRESTART_EVENT" not in each]
+        plain = [each for each in said if each.get("_SYSTEMD_UNIT") == unit and "GPUPRESTART_EVENT" not in each]
         started: Optional[bool] = shown["ExecMainStartTimestampMonotonic"] != "0"
         if self._plan.event == "stop" and shown["ActiveState"] == "inactive" and not started:
             # systemd has forgotten it, or it was told to stop between the hook and the server.
@@ -456,7 +458,7 @@ class _Scene:
             started=started,
             verdict=verdict,
             records=records,
-            lines=len(lines),
+            lines=len(plain),
         )
 
     def _typed(self, done: Any, said: Sequence[Any], places: tuple[Place, ...], *, checking: bool) -> Told:

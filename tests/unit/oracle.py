@@ -439,8 +439,11 @@ class Oracle:
         """Why there should have been no 0."""
         found = self.in_the_way(world, ("refuse", "wait", "kill")) + self.claimed(world)
         found += [f"{card.uuid} {self._dirt(world, card)}" for card in world.selected if self._dirt(world, card)]
+        # Where nobody answers any more, what a pattern says cannot be told, and who that leaves in doubt is not ended.
+        patterns = {key for rule in self._terms.rules for key, _ in rule.match} & {"comm", "exe", "cmdline"}
+        untold = world.unanswered and patterns
         for pid in world.window[0].processes:
-            if self._own is not None and _all_along(world.window, pid):
+            if self._own is not None and not untold and _all_along(world.window, pid):
                 then = [(state, state.processes[pid]) for state in world.window]
                 previous = all(self.owner(state, actor).kind == "previous" for state, actor in then)
                 if previous and {self.word(world, state, actor) for state, actor in then} == {"kill"}:

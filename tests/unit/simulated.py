@@ -420,6 +420,11 @@ class World:
         living = [actor for actor in self.processes.values() if not actor.corpse]
         return {actor.pid for actor in living if (actor.place.path + "/").startswith(cgroup + "/")}
 
+    @property
+    def unanswered(self) -> bool:
+        """So many children have hung that nobody is asked any more."""
+        return not self._patience
+
     def _ask(self, request: Any, timeout: float) -> Any:
         """As ``child.Questions``: after three children that hang, nobody is asked any more."""
         verb, argument = request
