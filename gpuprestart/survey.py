@@ -62,8 +62,12 @@ class Surveyor:
         swept = procfs.sweep(nodes.all, self._breathing(others))
         mapped, blind = self._mapped(nodes.all, others)
         found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
-        processes = self._registry.processes(found.keys() | beside)
-        owned = self._registry.owners_of(processes)
+        asked = self._registry.processes(found.keys() | beside)
+        owned = self._registry.owners_of(asked)
+        # One that is gone by the time that its owner is told has none: its unit may have gone with it.
+        processes = [
+            each for each in asked if owned[each.pid].kind is not OwnerKind.UNKNOWN or procfs.still_there(each)
+        ]
         holders = tuple(
             Holder(process, owned[process.pid], **found.get(process.pid, ties.Tie())._asdict()) for process in processes
         )

@@ -232,6 +232,25 @@ def test_a_holder_is_found_by_its_node_and_told_by_its_owner(stage: Scene) -> No
     assert {1, os.getpid(), os.getppid()} <= found.kin
 
 
+@pytest.mark.parametrize("goes", [True, False])
+def test_who_is_gone_with_its_unit_while_systemd_is_asked(
+    stage: Scene, monkeypatch: pytest.MonkeyPatch, goes: bool
+) -> None:
+    """A unit that has just stopped is forgotten, and its last process is no longer anybody who could be in the way."""
+    stage.systemd.known.clear()
+    with python(HOLDER, stage.nodes[0]) as child:
+
+        def units(names: Sequence[str]) -> dict[str, Unit]:
+            if goes:
+                child.kill()
+                child.wait()
+            return Books.units(stage.systemd, names)
+
+        monkeypatch.setattr(stage.systemd, "units", units)
+        found = stage.surveyor().look().holders
+    assert [(each.process.pid, each.owner.kind) for each in found] == ([] if goes else [(child.pid, OwnerKind.UNKNOWN)])
+
+
 @pytest.mark.case("C7")
 def test_the_node_bears_the_minor_and_not_the_index(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     surveyor = stage.surveyor()
