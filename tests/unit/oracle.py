@@ -317,7 +317,7 @@ class Oracle:
             name = said.get("unit", "")
             moments = states or world.window if name else ()
             holds = all(each.silent or _is_the_same(each.units[name], said["invocation"]) for each in moments)
-            about = [rule for rule in self._terms.rules if [key for key, _ in rule.match] == ["unit"]]
+            about = [rule for rule in (*self._overlay, *self._site) if [key for key, _ in rule.match] == ["unit"]]
             spared = [rule for rule in about if rule.action == "spare" and _is_named(name, str(rule.match[0][1]))]
             if holds and not spared and name != self._machine.own.name:
                 found.append(f"{uuid} is claimed by {name or 'nobody knows whom'}")
