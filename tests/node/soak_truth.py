@@ -231,8 +231,12 @@ def _of_two(seen: Seen) -> list[str]:
     passed = [told for told in runs if told.started]
     if len(passed) == 2:
         return ["both units were given the same GPU"]
-    free = all(_alone(seen, told) <= {"clean", "cleaned"} for told in runs)
+    free = not _leaves_own(seen) and all(_alone(seen, told) <= {"clean", "cleaned"} for told in runs)
     return ["neither unit was given the GPU"] if free and not passed else []
+
+
+def _leaves_own(seen: Seen) -> bool:
+    return any(member.role == "own" for member in seen.members.values())
 
 
 # What must come out --------------------------------------------------------------------------------------------------
@@ -250,6 +254,9 @@ def permitted(seen: Seen, told: Told) -> frozenset[str]:
         # Whoever comes second finds what the first has left: a claim, a lock, clean GPUs, or memory of the unseen dead.
         found |= {"protected", "clean"} if "cleaned" in found else {"protected"}
         found |= {"unattributed"} if "not-freed" in found else set()
+        # To the second, what the first has left of itself belongs to a unit that is starting. Where the driver does not
+        # list it, the second waits for that memory, with the lock, until there is no time left for either.
+        found |= {"unattributed", "not-freed"} if _leaves_own(seen) else set()
         # It may have got the lock when there was no time left.
         found |= {"not-freed"} if seen.plan.hopeless else set()
     return frozenset(found)
