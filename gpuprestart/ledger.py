@@ -102,7 +102,13 @@ class Ledger:
                 continue
             # One that only let go of the GPU has no fate, and may come back.
             if not self._still_there(decision.holder.process):
-                self.ended(decision, Fate.EXITED)
+                self.ended(decision, self._fate(identity))
+
+    def _fate(self, identity: Identity) -> Fate:
+        """Of one that is gone. One that was let live, because its owner is up again, may go by what it had been sent."""
+        if identity in self._killed:
+            return Fate.KILLED
+        return Fate.TERMINATED if identity in self._signalled else Fate.EXITED
 
     def _doubt(self, plan: Plan) -> None:
         """Say once of each GPU that its holders had to be found without the driver's list."""

@@ -151,6 +151,15 @@ def test_whether_somebody_with_attributed_memory_was_ended(
     assert book.ledger.ended_attributed is attributed
 
 
+@pytest.mark.parametrize(("sent", "fate"), [("SIGTERM", Fate.TERMINATED), ("SIGKILL", Fate.KILLED)])
+def test_who_goes_late_by_what_it_was_sent_was_ended_by_us(book: Book, sent: str, fate: Fate) -> None:
+    """Its owner came up again in the grace, so it was not waited for."""
+    book.look(holder(listed={0: 1520}))
+    book.ledger.signalled(decision(book), sent)
+    book.look()
+    assert book.fates() == {4711: fate} and book.ledger.ended_attributed
+
+
 def test_who_went_by_themselves_was_not_ended_by_us(book: Book) -> None:
     book.look(holder(listed={0: 1520}))
     book.look()
