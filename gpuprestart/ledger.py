@@ -105,7 +105,7 @@ class Ledger:
                 self.ended(decision, self._fate(identity))
 
     def _fate(self, identity: Identity) -> Fate:
-        """Of one that is gone. One that was let live, because its owner is up again, may go by what it had been sent."""
+        """Of one that is gone. One that was let live, as its owner is up again, may go by what it had been sent."""
         if identity in self._killed:
             return Fate.KILLED
         return Fate.TERMINATED if identity in self._signalled else Fate.EXITED
