@@ -420,10 +420,12 @@ class Oracle:
         ]
         stays = ("refuse", "wait", "spare")
         once += [self._shared(world, actor, stays) for each in world.window for actor in each.processes.values()]
+        # It may answer again by the time that the verdict comes.
+        silent = any(change.what == "silent" for change in self._machine.changes)
         possible = {
             "interrupted": world.interrupted,
             "denied": len(sent) < len(world.signals) or blind,
-            "unknown": self._machine.driver_dies or world.silent or strange & {"lost", "insane", "unified"},
+            "unknown": self._machine.driver_dies or silent or strange & {"lost", "insane", "unified"},
             # Where nobody can be asked any more, mappings are not seen, and what NVML alone names is in the way.
             "protected": any(once) or world.hung or self._machine.locked_until > self._terms.total,
             "respawning": any(actor.started >= BEGAN * TICKS for actor in world.seen.values()),
