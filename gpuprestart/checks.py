@@ -97,7 +97,7 @@ def as_json(unit: Optional[str], checks: Sequence[Check]) -> str:
             for each in in_order(checks)
         ],
     }
-    return json.dumps(document) + "\n"
+    return json.dumps(document)
 
 
 def as_text(unit: Optional[str], checks: Sequence[Check]) -> str:
@@ -117,7 +117,7 @@ def as_text(unit: Optional[str], checks: Sequence[Check]) -> str:
     # What is in order with the hook may still find the GPUs dirty.
     starts = unit is not None and "@." not in unit
     now = [f"Whether it could start now is another matter: gpuprestart check --unit {unit}"]
-    return "\n".join([*lines, f"{unit or 'this machine'}: {_total(checks)}{blind}", *(now if starts else [])]) + "\n"
+    return "\n".join([*lines, f"{unit or 'this machine'}: {_total(checks)}{blind}", *(now if starts else [])])
 
 
 def _total(checks: Sequence[Check]) -> str:

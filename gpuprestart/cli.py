@@ -55,14 +55,15 @@ def run() -> None:
 
 def _failed(error: Exception) -> int:
     """Say what kept the program from running at all, and return the status for it."""
+    lacking = scarce(error)
     with contextlib.suppress(OSError):
-        if scarce(error):
+        if lacking:
             print(f"gpuprestart: {SCARCE}: {error}", file=sys.stderr)
-            return EX_UNAVAILABLE
-        import traceback
+        else:
+            import traceback
 
-        traceback.print_exc()
-    return EX_UNAVAILABLE if scarce(error) else EX_SOFTWARE
+            traceback.print_exc()
+    return EX_UNAVAILABLE if lacking else EX_SOFTWARE
 
 
 def _abort() -> None:
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     # What lies in /run is nobody's to change but ours, whatever UMask= is good for the server's files.
     os.umask(0o022)
     wait = Waiter()
-    if arguments[:1] and arguments[0] in ("enable", "disable", "bypass"):
+    if arguments[:1] != ["clean"] and _is_administrative(arguments):
         return _administer(arguments, wait)
     child = Child(answer=Library(load_pynvml), wait=wait, at_fork=wait.forget)
     try:
@@ -133,6 +134,13 @@ def _run_clean_of(environ: Mapping[str, str]) -> None:
         with open("/proc/self/cmdline", "rb") as file:
             command = file.read()[:-1].split(b"\0")
         os.execve(sys.executable, command, clean)
+
+
+def _is_administrative(arguments: Sequence[str]) -> bool:
+    """The hook itself does not wait until this is known."""
+    from .commandline import ADMINISTRATIVE
+
+    return bool(arguments) and arguments[0] in ADMINISTRATIVE
 
 
 def _administer(arguments: Sequence[str], wait: Waiter) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Callable, Optional, TextIO, Union
 
-from . import checks, claims, facts, hookchecks, owners, selection, service, settings, unitchecks, unitlines
+from . import checks, claims, facts, hookchecks, owners, selection, service, settings, telling, unitchecks, unitlines
 from .checks import Check
 from .commandline import Command, Options
 from .faults import Interrupted
@@ -31,21 +31,9 @@ def perform(command: Command, host: Neighbours, *, out: TextIO) -> int:
     except Interrupted as interrupted:
         print(f"gpuprestart: {interrupted.signal_name} came before everything was looked at", file=sys.stderr)
         return EXIT_STATUS[Outcome.INTERRUPTED]
-    show = checks.as_json if command.json else checks.as_text
-    _put(out, show(doctor.unit, found))
+    text = checks.as_json if command.json else checks.as_text
+    telling.show(text(doctor.unit, found), out=out, err=sys.stderr)
     return checks.status(found)
-
-
-def _put(out: TextIO, text: str) -> None:
-    """A reader that has gone does not change what was found."""
-    encoding = out.encoding or "utf-8"
-    try:
-        out.write(text.encode(encoding, "backslashreplace").decode(encoding))
-        out.flush()
-    except OSError as error:
-        print(f"gpuprestart: cannot write to standard output: {error.strerror}", file=sys.stderr)
-        # The interpreter tries once more when it ends, and would end with a status of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 class _Doctor:
@@ -242,7 +230,7 @@ class _Doctor:
             chosen = selection.select(select, self._inventory, environ, options.gpus, origin=policy.gpus.origin)
         except Refusal as refusal:
             return refusal, False
-        return chosen, select == "unit" and options.gpus is None and not environ.keys() & set(_SELECTING)
+        return chosen, select == "unit" and options.gpus is None and not environ.keys() & set(selection.VARIABLES)
 
     def _others(self, unit: service.Service, gpus: tuple[Gpu, ...]) -> dict[str, tuple[list[Gpu], bool]]:
         """Other services that are enabled or active and select some of these GPUs, and whether the hook is before
@@ -252,7 +240,8 @@ class _Doctor:
             name = said.get("Id", unit.name)
             up = said.get("UnitFileState", "").startswith("enabled") or said.get("ActiveState") == "active"
             hooked = "gpuprestart" in said.get("ExecStartPre", "")
-            speaks = said.get("EnvironmentFiles") or any(word in said.get("Environment", "") for word in _SELECTING)
+            environment = said.get("Environment", "")
+            speaks = said.get("EnvironmentFiles") or any(word in environment for word in selection.VARIABLES)
             if not up or not (hooked or speaks) or name in (unit.name, *unit.conflicts):
                 continue
             policy = _policy(name, Options()) if hooked else Policy()
@@ -264,9 +253,6 @@ class _Doctor:
                 found[name] = (both, hooked)
         return found
 
-
-#: What selects GPUs in an environment.
-_SELECTING = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 
 #: What is asked of every service.
 _SHOWN = ("Id", "ActiveState", "UnitFileState", "Environment", "EnvironmentFiles", "ExecStartPre")

@@ -30,8 +30,6 @@ QUICK, SLOW = 2, 15
 #: The driver's own services: where they are started at all, the GPUs are judged after them.
 DRIVER = ("nvidia-persistenced.service", "nvidia-fabricmanager.service")
 
-_ENGINES = ("docker", "podman", "nerdctl")
-
 _PRE, _START = "Service.ExecStartPre", "Service.ExecStart"
 _SEAL = re.compile(
     r"^# ([0-9a-f]{64}) is its sha256 without these digits(; the folder was made for it)?\.$", re.MULTILINE
@@ -314,12 +312,12 @@ def _removing(command: Exec, words: Optional[Sequence[str]]) -> Optional[str]:
     """The line that removes the container which a command with these words starts; None where that is not certain."""
     if not words:
         return None
-    if command.path.rpartition("/")[2] in _ENGINES:
+    if command.path.rpartition("/")[2] in engines.NAMES:
         number = next((number for number, word in enumerate(words) if word == "run"), len(words))
         program, rest, name = command.path, list(words[1:number]), own_name(words[number + 1 :])
     else:
         # What a shell makes of a word is not known here, unless it is plain.
-        script = re.search(r"(?:^|[\s;&|(])([\w./-]*(?:docker|podman|nerdctl))\s+run\s", words[-1])
+        script = re.search(rf"(?:^|[\s;&|(])([\w./-]*(?:{'|'.join(engines.NAMES)}))\s+run\s", words[-1])
         run = engines.run(command._replace(argv=tuple(words)))
         if script is None or run is None or len(words) < 3 or not re.fullmatch(r"-[a-z]*c", words[-2]):
             return None

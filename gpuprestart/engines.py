@@ -13,7 +13,9 @@ from typing import NamedTuple, Optional
 
 from .service import Exec
 
-_ENGINE = re.compile(r"(?:.*/)?(?:docker|podman|nerdctl)")
+NAMES = ("docker", "podman", "nerdctl")
+
+_ENGINE = re.compile(rf"(?:.*/)?(?:{'|'.join(NAMES)})")
 _SHELL = re.compile(r"(?:.*/)?(?:ba|da|k|z)?sh")
 _VERBS = (
     "run",

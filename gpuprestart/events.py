@@ -167,7 +167,7 @@ def warning(context: Context, text: str, *, gpus: Sequence[Gpu] = ()) -> Record:
     return _record("warning", WARNING, text, context, _gpu_names(gpus))
 
 
-# Their parts ---------------------------------------------------------------------------------------------------------
+# What an operator does -----------------------------------------------------------------------------------------------
 
 
 def bypass_granted(context: Context, *, by: str, until: str) -> Record:
@@ -182,6 +182,9 @@ def hook_disabled(context: Context, *, by: str) -> Record:
     """Also shown in the unit's own log, like a bypass, and for the same reason."""
     message = f"nothing proves the GPUs clean any more before {context.unit} starts: {by} has disabled the hook"
     return _record("hook-disabled", WARNING, message, context, {"OBJECT_SYSTEMD_UNIT": context.unit or ""})
+
+
+# Their parts ---------------------------------------------------------------------------------------------------------
 
 
 def _record(event: str, priority: int, message: str, context: Context, fields: Mapping[str, Value]) -> Record:

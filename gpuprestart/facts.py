@@ -109,8 +109,7 @@ def absent_nodes(gpus: Iterable[Gpu]) -> dict[str, str]:
     """By UUID of its GPU, a device node that is not there."""
     found = {}
     for gpu in gpus:
-        paths = [f"/dev/nvidia{gpu.minor}", *([nvidia.capability(gpu.minor, gpu.gi)] if gpu.gi is not None else [])]
-        for path in paths:
+        for path in nvidia.nodes(gpu.minor, gpu.gi):
             if not gpu.fault and procfs.device_number(path) is None:
                 found[gpu.uuid] = path
     return found
@@ -132,13 +131,8 @@ def policy_files() -> dict[str, str]:
 
 def texts(paths: Iterable[str]) -> list[tuple[str, str]]:
     """Those of the files that can be read: they are only quoted."""
-    found = []
-    for path in paths:
-        with contextlib.suppress(files.UnsafeFile):
-            content = files.read_safely(path, limit=LARGEST, trusted_owner=None)
-            if content is not None:
-                found.append((path, content.decode("utf-8", "surrogateescape")))
-    return found
+    read = ((path, files.as_it_is(path, limit=LARGEST)) for path in paths)
+    return [(path, text) for path, text in read if text is not None]
 
 
 def unread_drop_ins(unit: Service) -> list[str]:
@@ -158,19 +152,14 @@ def unread_drop_ins(unit: Service) -> list[str]:
 
 def writable(entries: Iterable[str]) -> dict[str, str]:
     """By entry of EnvironmentFile=, why somebody else than root could write what it names, or put something there."""
-    found = {entry: _first_unsafe(_paths(entry) or [entry]) for entry in entries}
+    found = {entry: _first_unsafe(settings.files_of(entry) or [entry]) for entry in entries}
     return {entry: reason for entry, reason in found.items() if reason}
-
-
-def _paths(entry: str) -> list[str]:
-    """What systemd reads for it, in its order: a backslash makes the next character of a pattern a plain one."""
-    return sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", entry)))
 
 
 def loaded_code(unit: Service) -> dict[str, str]:
     """By variable, why somebody else than root could write the code that it has the loader take."""
     environ = dict(unit.environment)
-    for _, text in texts(path for entry, _ in unit.environment_files for path in _paths(entry)):
+    for _, text in texts(path for entry, _ in unit.environment_files for path in settings.files_of(entry)):
         environ.update(envfile.assignments(text))
     found = {}
     for name in LOADER:

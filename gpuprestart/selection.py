@@ -14,6 +14,9 @@ from .model import Gpu, Inventory, Outcome, Refusal
 
 _CUDA = "CUDA_VISIBLE_DEVICES"
 _NVIDIA = "NVIDIA_VISIBLE_DEVICES"
+
+#: What of an environment selects GPUs.
+VARIABLES = (_CUDA, _NVIDIA)
 #: Set to one of these, either variable hides every GPU on purpose.
 _NOTHING = ("", "NoDevFiles", "none", "void")
 #: Common after a comma, and what they may hide from CUDA can only be fewer GPUs than we look at.

@@ -67,7 +67,6 @@ class Service(NamedTuple):
     timeout_start: Optional[float]
     start_limit_interval: Optional[float]
     start_limit_burst: int
-    kill_mode: str
     condition: tuple[Exec, ...]
     start_pre: tuple[Exec, ...]
     start: tuple[Exec, ...]
@@ -78,7 +77,6 @@ class Service(NamedTuple):
     #: Each file or pattern of EnvironmentFile=, and whether it may be missing.
     environment_files: tuple[tuple[str, bool], ...]
     device_policy: str
-    device_allow: tuple[str, ...]
     private_devices: bool
     protect_proc: str
     proc_subset: str
@@ -126,7 +124,6 @@ def from_properties(name: str, said: Mapping[str, Any]) -> Service:
         timeout_start=_seconds(said.get("TimeoutStartUSec", _INFINITY)),
         start_limit_interval=_seconds(said.get("StartLimitIntervalUSec", 10_000_000)),
         start_limit_burst=int(said.get("StartLimitBurst", 5)),
-        kill_mode=said.get("KillMode", ""),
         condition=_commands(said.get("ExecConditionEx", ())),
         start_pre=_commands(said.get("ExecStartPreEx", ())),
         start=_commands(said.get("ExecStartEx", ())),
@@ -135,7 +132,6 @@ def from_properties(name: str, said: Mapping[str, Any]) -> Service:
         environment={key: value for key, equals, value in words if equals},
         environment_files=tuple((path, bool(optional)) for path, optional in said.get("EnvironmentFiles", ())),
         device_policy=said.get("DevicePolicy", "auto"),
-        device_allow=tuple(path for path, _ in said.get("DeviceAllow", ())),
         private_devices=bool(said.get("PrivateDevices", False)),
         protect_proc=said.get("ProtectProc", "default"),
         proc_subset=said.get("ProcSubset", "all"),

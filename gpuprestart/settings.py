@@ -134,13 +134,19 @@ def _assignments(words: Sequence[str]) -> dict[str, str]:
     return {name: value for name, equals, value in pairs if equals and name in VARIABLES}
 
 
-def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
-    """The variables that count here. systemd takes every path for a pattern, in which a backslash makes its next
-    character a plain one; where nothing fits it, or cannot be read, a unit whose line has no ``-`` does not start."""
+def files_of(entry: str) -> list[str]:
+    """What systemd reads for an EnvironmentFile=, in its order: it takes every path for a pattern, in which a backslash
+    makes its next character a plain one."""
     import glob
 
+    return sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", entry)))
+
+
+def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
+    """The variables that count here. Where nothing fits the path, or cannot be read, a unit whose line has no ``-``
+    does not start."""
     found: dict[str, str] = {}
-    paths = sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", path)))
+    paths = files_of(path)
     if not paths and not optional:
         raise Refusal(Outcome.CONFIG, f"EnvironmentFile={path}: {os.strerror(errno.ENOENT)}")
     for each in paths:

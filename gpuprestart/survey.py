@@ -142,11 +142,7 @@ class Surveyor:
         return ties.Nodes(gpus=needed, uvm=procfs.device_number("/dev/nvidia-uvm"))
 
     def _numbers(self, gpu: Gpu) -> frozenset[int]:
-        """The node of a GPU bears its minor, which need not be NVML's index; an instance has a capability node too."""
-        paths = [f"/dev/nvidia{gpu.minor}"]
-        if gpu.gi is not None:
-            paths.append(nvidia.capability(gpu.minor, gpu.gi))
-        numbers = {path: procfs.device_number(path) for path in paths}
+        numbers = {path: procfs.device_number(path) for path in nvidia.nodes(gpu.minor, gpu.gi)}
         for path, number in numbers.items():
             if number is None:
                 raise Refusal(

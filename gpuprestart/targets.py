@@ -58,7 +58,7 @@ def of(asked: str, systemd: Systemd) -> Target:
         if template:
             name = service.called(name)
             instances = f"{name.rpartition('.')[0]}*.service"
-            units.update(_startable(systemd.list_units(_pattern(instances)), systemd))
+            units.update(_startable(systemd.list_units(instances), systemd))
     found = [service.from_properties(name, said) for name, said in units.items()]
     for unit in found:
         _refuse(unit, service.called(unit.name))
@@ -70,18 +70,13 @@ def of(asked: str, systemd: Systemd) -> Target:
 
 
 def _of_prefix(stem: str, systemd: Systemd) -> dict[str, Mapping[str, Any]]:
-    pattern = _pattern(f"{stem}*.service")
+    pattern = f"{stem}*.service"
     names = [*systemd.list_unit_files(pattern), *systemd.list_units(pattern)]
     units = _startable([name.replace("@.", f"@{service.INSTANCE}.") for name in names], systemd)
     if not units:
         hint = "systemctl list-unit-files shows what there is"
         raise Refusal(Outcome.CONFIG, f"systemd has no service that {stem}.service would stand for", [hint])
     return units
-
-
-def _pattern(name: str) -> str:
-    """For systemctl, to which a backslash is an escape; names of units have some of their own."""
-    return name.replace("\\", "\\\\")
 
 
 def _startable(names: Iterable[str], systemd: Systemd) -> dict[str, Mapping[str, Any]]:

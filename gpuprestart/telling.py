@@ -80,17 +80,25 @@ class Teller:
         return EXIT_STATUS[Outcome.UNKNOWN]
 
     def _print(self, text: str) -> None:
-        """A reader that has gone, or a full disk, does not change a verdict."""
-        try:
-            _write(self._out, text)
-        except OSError as error:
-            self._complain(f"gpuprestart: cannot write to standard output: {error.strerror}")
-            # The interpreter tries once more when it ends, and would end with a status of its own.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._out.fileno())
+        show(text, out=self._out, err=self._err)
 
     def _complain(self, line: str) -> None:
-        with contextlib.suppress(OSError):
-            print(line, file=self._err)
+        _complain(line, self._err)
+
+
+def show(text: str, *, out: TextIO, err: TextIO) -> None:
+    """Print it. A reader that has gone, or a full disk, changes nothing of what was found."""
+    try:
+        _write(out, text)
+    except OSError as error:
+        _complain(f"gpuprestart: cannot write to standard output: {error.strerror}", err)
+        # The interpreter tries once more when it ends, and would end with a status of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def _complain(line: str, err: TextIO) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=err)
 
 
 def _write(out: TextIO, text: str) -> None:

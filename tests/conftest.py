@@ -72,13 +72,18 @@ def marked_cases(request: pytest.FixtureRequest) -> set[str]:
 
 
 @pytest.fixture(scope="session")
-def node() -> Iterator[Node]:
-    """The node that all tests of a session share; where it cannot boot, tests are skipped, but never in CI."""
+def boots() -> None:
+    """Where no node can boot, tests are skipped, but never in CI."""
     reason = can_boot()
     if reason is not None:
         if os.environ.get("CI"):
             pytest.fail(f"the simulated node cannot boot: {reason}")
         pytest.skip(f"the simulated node cannot boot: {reason}")
+
+
+@pytest.fixture(scope="session")
+def node(boots: None) -> Iterator[Node]:
+    """The node that all tests of a session share."""
     with Node(gpus=8) as booted:
         yield booted
 

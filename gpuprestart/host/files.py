@@ -70,6 +70,16 @@ def find_first(name: str, folders: Sequence[str]) -> Optional[str]:
     return None
 
 
+def as_it_is(path: str, *, limit: int) -> Optional[str]:
+    """The text of a file that is only shown or compared, whoever has written it and whatever bytes are in it; None
+    where there is none that can be read."""
+    try:
+        content = read_safely(path, limit=limit, trusted_owner=None)
+    except UnsafeFile:
+        return None
+    return None if content is None else content.decode("utf-8", "surrogateescape")
+
+
 def put(path: str, content: bytes) -> None:
     """Write a file that anybody may read, in one step for whoever reads it, and also for a machine that loses power.
 

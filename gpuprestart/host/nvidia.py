@@ -6,6 +6,13 @@ from __future__ import annotations
 MINORS = "/proc/driver/nvidia-caps/mig-minors"
 
 
+def nodes(minor: int | None, gpu_instance: int | None) -> list[str]:
+    """The nodes that one has to open to use a GPU: its own, which bears its minor and not NVML's index, and for an
+    instance of MIG a capability's too."""
+    own = f"/dev/nvidia{minor}"
+    return [own] if gpu_instance is None else [own, capability(minor, gpu_instance)]
+
+
 def capability(minor: int | None, gpu_instance: int) -> str:
     """The path of the node that opens a GPU instance of MIG; one that cannot be where the driver does not tell."""
     wanted = f"gpu{minor}/gi{gpu_instance}/access"

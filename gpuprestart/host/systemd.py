@@ -115,18 +115,17 @@ class Systemd:
         return found
 
     def list_unit_files(self, pattern: str) -> list[str]:
-        """The names of the unit files that fit a pattern of systemctl(1)."""
-        show = [self._systemctl, "list-unit-files", "--no-pager", "--no-legend", "--plain", "--full", "--", pattern]
+        """The names of the unit files that fit a pattern of systemctl(1), in which a backslash is a plain character."""
+        show = [self._systemctl, "list-unit-files", *_LISTING, _plain(pattern)]
         # Where nothing fits, it fails without a word.
         status, output, complaint = self._finish(show)
         if status and complaint:
             raise _failed(show, status, complaint)
-        return [line.split()[0] for line in output.decode("utf-8", "surrogateescape").splitlines() if line.strip()]
+        return _first_words(output.decode("utf-8", "surrogateescape"))
 
     def list_units(self, pattern: str) -> list[str]:
-        """The names of the units that systemd has loaded, running or not, and that fit a pattern of systemctl(1)."""
-        show = [self._systemctl, "list-units", "--all", "--no-pager", "--no-legend", "--plain", "--full", "--", pattern]
-        return [line.split()[0] for line in self._run(show).splitlines() if line.strip()]
+        """The same of the units that systemd has loaded, running or not."""
+        return _first_words(self._run([self._systemctl, "list-units", "--all", *_LISTING, _plain(pattern)]))
 
     def each(self, pattern: str, wanted: Sequence[str]) -> list[dict[str, str]]:
         """These properties of every loaded unit, running or not, that fits a pattern of systemctl(1)."""
@@ -223,6 +222,19 @@ class Systemd:
                 if not part:
                     still_open.discard(descriptor)
         return parts[process.stdout.fileno()], parts[process.stderr.fileno()]
+
+
+#: How systemctl lists, for programs.
+_LISTING = ("--no-pager", "--no-legend", "--plain", "--full", "--")
+
+
+def _plain(pattern: str) -> str:
+    """To systemctl a backslash is an escape; names of units have some of their own."""
+    return pattern.replace("\\", "\\\\")
+
+
+def _first_words(listing: str) -> list[str]:
+    return [line.split()[0] for line in listing.splitlines() if line.strip()]
 
 
 def _failed(arguments: Sequence[str], status: int, complaint: bytes) -> SystemdError:

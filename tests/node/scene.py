@@ -49,6 +49,12 @@ class Run:
         return {each["pid"]: each["fate"] for each in self.verdict["holders"] if each["fate"]}
 
 
+def verdicts(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those that were printed among these journal entries, in their order."""
+    printed = (str(each["MESSAGE"]) for each in entries)
+    return [json.loads(line) for line in printed if line.startswith('{"version"')]
+
+
 class Scene:
     """One test's stage on a node that many tests share."""
 
@@ -198,13 +204,12 @@ TimeoutStartSec=300
         def printed() -> Any:
             entries = self.node.journal(unit=unit)
             said[:] = [str(each["MESSAGE"]) for each in entries if each.get("SYSLOG_IDENTIFIER") == "gpuprestart"]
-            lines = [str(each["MESSAGE"]) for each in entries if str(each["MESSAGE"]).startswith('{"version"')]
-            if not lines and invocation:
+            found = verdicts(entries)
+            if not found and invocation:
                 # A busy journald may come to look at a process when that has gone, and then never tells whose it was.
-                printed_by_all = (str(each["MESSAGE"]) for each in self.node.journal(_TRANSPORT="stdout"))
-                lines = [line for line in printed_by_all if f'"run": "{invocation}"' in line]
-            verdict = json.loads(lines[-1]) if lines else {}
-            return verdict if verdict and invocation in ("", verdict["run"]) else None
+                by_all = verdicts(self.node.journal(_TRANSPORT="stdout"))
+                found = [each for each in by_all if each.get("run") == invocation]
+            return found[-1] if found and invocation in ("", found[-1]["run"]) else None
 
         # What a process that has ended had printed may still wait for journald to read it.
         verdict = self.node.wait_for(printed, timeout=5, what=f"the verdict of {unit} is in its journal")

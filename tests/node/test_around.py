@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.node.scene import HOLDER, Run, Scene
+from tests.node.scene import HOLDER, Run, Scene, verdicts
 
 CLEAN = "/usr/bin/gpuprestart clean --json"
 POLICY_FILE = "/etc/gpuprestart/policy.toml"
@@ -386,9 +386,7 @@ def test_a_start_without_journald(scene: Scene) -> None:
 
 def _said(scene: Scene, unit: str) -> dict[str, Any]:
     """The last verdict that was printed in a unit, whichever unit it was given for."""
-    printed = [str(each["MESSAGE"]) for each in scene.node.journal(unit=unit)]
-    found: dict[str, Any] = json.loads([line for line in printed if line.startswith('{"version"')][-1])
-    return found
+    return verdicts(scene.node.journal(unit=unit))[-1]
 
 
 def _status_text(scene: Scene, unit: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.node.machine import Node, can_boot
+from tests.node.machine import Node
 from tests.node.scene import Run, Scene
 
 GPUS, SLICES = 16, 7
@@ -64,13 +63,8 @@ signal.pause()
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
+def node(boots: None) -> Iterator[Node]:
     """A node with as many GPUs as there can be."""
-    reason = can_boot()
-    if reason is not None:
-        if os.environ.get("CI"):
-            pytest.fail(f"the simulated node cannot boot: {reason}")
-        pytest.skip(f"the simulated node cannot boot: {reason}")
     with Node(gpus=GPUS) as booted:
         booted.write("/run/t-crowd.py", CROWD)
         yield booted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.node.hung import Hung
-from tests.node.scene import Run, Scene
+from tests.node.scene import Run, Scene, verdicts
 
 CLEAN = "/usr/bin/gpuprestart clean --json"
 HOLD = ("--open", "0", "--gpu", "0", "--mib", "900")
@@ -335,10 +334,12 @@ def _server(scene: Scene, *, deadline: float = DEADLINE, more: str = "", **setti
 
 def _verdict(scene: Scene, server: str) -> Run:
     """That of a unit's last run."""
-    lines = [str(each["MESSAGE"]) for each in scene.node.journal(SYSLOG_IDENTIFIER=server)]
-    *_, verdict = (json.loads(line) for line in lines if line.startswith('{"version"'))
+    entries = scene.node.journal(SYSLOG_IDENTIFIER=server)
+    verdict = verdicts(entries)[-1]
     assert verdict["run"] == scene.node.show(server, "InvocationID")["InvocationID"]
-    return Run(exit=verdict["exit"], verdict=verdict, stdout="", stderr="\n".join(lines))
+    return Run(
+        exit=verdict["exit"], verdict=verdict, stdout="", stderr="\n".join(str(each["MESSAGE"]) for each in entries)
+    )
 
 
 def _start(scene: Scene, server: str) -> None:

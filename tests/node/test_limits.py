@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.node.machine import wait_for
-from tests.node.scene import HOLDER, Run, Scene
+from tests.node.scene import HOLDER, Run, Scene, verdicts
 
 CLEAN = "/usr/bin/gpuprestart clean --json"
 MIB = 1 << 20
@@ -61,9 +61,10 @@ def test_the_timeout_is_that_of_the_unit_around_us(scene: Scene) -> None:
         gpus="0", command=f"{CLEAN} --unit %n --deadline 8s", more="TimeoutStartSec=3\nNotifyAccess=none\n"
     )
     assert not scene.start(server)
-    said = [str(each["MESSAGE"]) for each in scene.node.journal(unit=server)]
-    (verdict,) = [json.loads(line) for line in said if line.startswith('{"version"')]
+    entries = scene.node.journal(unit=server)
+    (verdict,) = verdicts(entries)
     assert verdict["outcome"] == "unattributed" and verdict["duration_s"] < 3
+    said = [str(each["MESSAGE"]) for each in entries]
     assert not any("timed out" in line for line in said), said
 
 
@@ -78,8 +79,7 @@ def test_after_a_stop_the_other_timeout_holds(scene: Scene) -> None:
     )
     scene.start(server)
     scene.await_state(server, "failed")
-    said = [str(each["MESSAGE"]) for each in scene.node.journal(unit=server)]
-    (verdict,) = [json.loads(line) for line in said if line.startswith('{"version"')]
+    (verdict,) = verdicts(scene.node.journal(unit=server))
     assert verdict["outcome"] == "unattributed" and verdict["duration_s"] < 3
     assert any("TimeoutStopSec=" in hint for hint in verdict["hints"])
 

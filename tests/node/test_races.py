@@ -7,7 +7,7 @@ from signal import SIGKILL
 
 import pytest
 
-from tests.node.scene import HOLDER, Run, Scene
+from tests.node.scene import HOLDER, Run, Scene, verdicts
 
 CLEAN = "/usr/bin/gpuprestart clean --json"
 
@@ -251,7 +251,8 @@ def test_told_to_end_at_any_moment_of_a_run(scene: Scene) -> None:
     scene.node.systemctl("start", *units, check=False)
     late = []
     for gpu, unit in enumerate(units):
-        told = [json.loads(line) for line in _printed(scene, unit) if line.startswith('{"moment"')]
+        printed = (str(each["MESSAGE"]) for each in scene.node.journal(SYSLOG_IDENTIFIER=unit))
+        told = [json.loads(line) for line in printed if line.startswith('{"moment"')]
         assert len(told) == TIMES
         for each in told:
             assert each["verdict"], each
@@ -326,12 +327,8 @@ def _is_interrupted_by(scene: Scene, server: str, number: str, *command: str) ->
 
 def _runs(scene: Scene, unit: str) -> list[Run]:
     """All runs of a unit's hook that came to a verdict, by what they printed."""
-    verdicts = [json.loads(line) for line in _printed(scene, unit) if line.startswith('{"version"')]
-    return [Run(exit=each["exit"], verdict=each, stdout="", stderr="") for each in verdicts]
-
-
-def _printed(scene: Scene, unit: str) -> list[str]:
-    return [str(each["MESSAGE"]) for each in scene.node.journal(SYSLOG_IDENTIFIER=unit)]
+    found = verdicts(scene.node.journal(SYSLOG_IDENTIFIER=unit))
+    return [Run(exit=each["exit"], verdict=each, stdout="", stderr="") for each in found]
 
 
 def _unlocked(scene: Scene) -> bool:

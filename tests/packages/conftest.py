@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.node.machine import can_boot
 from tests.packages import building
 from tests.packages.building import Packages
 
@@ -36,13 +34,3 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Packages:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rpm makes a database in the home of whoever asks it anything."""
     monkeypatch.setenv("HOME", str(tmp_path))
-
-
-@pytest.fixture(scope="session")
-def boots() -> None:
-    """Where no node can boot, tests are skipped, but never in CI."""
-    reason = can_boot()
-    if reason is not None:
-        if os.environ.get("CI"):
-            pytest.fail(f"the simulated node cannot boot: {reason}")
-        pytest.skip(f"the simulated node cannot boot: {reason}")

@@ -121,17 +121,16 @@ def test_for_people_what_is_wrong_comes_first() -> None:
         "ok      long-word  fine",
         "s.service: 2 faults (c, b), 1 remark (a), 2 ok; not everything could be looked at",
         "Whether it could start now is another matter: gpuprestart check --unit s.service",
-        "",
     ]
-    assert checks.as_text("s@.service", [OK]).endswith("\ns@.service: 1 ok\n")
-    assert checks.as_text(None, [OK]).endswith("\nthis machine: 1 ok\n")
+    assert checks.as_text("s@.service", [OK]).endswith("\ns@.service: 1 ok")
+    assert checks.as_text(None, [OK]).endswith("\nthis machine: 1 ok")
 
 
 def test_nothing_of_a_strangers_reaches_the_terminal() -> None:
     hostile = checks.fault("a", "x\x1b[31m\nok  b", "y\r", "z\x07")
     for shown in (checks.as_text(None, [hostile]), checks.as_json(None, [hostile])):
         assert not {"\x1b", "\r", "\x07"} & set(shown)
-    assert checks.as_text(None, [hostile]).count("\n") == 5
+    assert checks.as_text(None, [hostile]).count("\n") == 4
 
 
 # The machine ---------------------------------------------------------------------------------------------------------

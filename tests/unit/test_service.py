@@ -33,7 +33,7 @@ def test_what_systemd_says() -> None:
     assert (found.restart_sec, found.timeout_start, found.start_limit_interval) == (0.1, 90.0, 0.0)
     assert found.success_statuses == {"75", "TERM", "34"}
     assert found.environment == {"A": "b c", "D": ""}
-    assert found.environment_files == (("/etc/default/x", True),) and found.device_allow == ("/dev/nvidia0",)
+    assert found.environment_files == (("/etc/default/x", True),) and found.device_rights == {"/dev/nvidia0": "rw"}
     (hook,) = found.start_pre
     assert hook.ours and hook.flags == {"privileged"} and str(hook) == "/usr/bin/gpuprestart clean"
 

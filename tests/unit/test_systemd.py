@@ -166,6 +166,14 @@ def test_a_name_is_never_an_option(tmp_path: Path, name: str) -> None:
     assert words.index("--") < words.index(name)
 
 
+@pytest.mark.parametrize("listing", ["list_unit_files", "list_units"])
+def test_a_backslash_in_a_name_that_is_looked_for_is_a_plain_one(tmp_path: Path, listing: str) -> None:
+    path = tmp_path / "systemctl"
+    path.write_text('#!/bin/sh\nfor last; do :; done\nprintf "%s loaded\\n" "$last"\n')
+    path.chmod(0o755)
+    assert getattr(Systemd(wait, systemctl=str(path)), listing)(r"a\x2db@.service") == [r"a\\x2db@.service"]
+
+
 def test_no_systemctl_at_all(tmp_path: Path) -> None:
     with pytest.raises(SystemdError, match="No such file or directory"):
         Systemd(wait, systemctl=str(tmp_path / "none")).units(NAMES)
