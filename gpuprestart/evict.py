@@ -19,6 +19,10 @@ from .model import Decision, Fate, Wait
 #: looked at last is looked at as each is taken, which is right before its signal.
 StillStale = Callable[[Sequence[Decision]], Iterable[Decision]]
 
+#: Which of these are still to be ended after the grace, by another look at everything: somebody may have come in that
+#: time for whom the start is refused, and then nobody is ended any more.
+StillDue = Callable[[Sequence[Decision]], Sequence[Decision]]
+
 
 class Witness(Protocol):
     """Is told what happens to holders, at once."""
@@ -39,6 +43,7 @@ def evict(
     decisions: Sequence[Decision],
     *,
     still_stale: StillStale,
+    still_due: StillDue,
     witness: Witness,
     wait: Wait,
     clock: Callable[[], float],
@@ -54,6 +59,8 @@ def evict(
         told = _signal(targets, signal.SIGTERM, still_stale, witness)
         left = _await(told, min(clock() + grace, deadline), Fate.TERMINATED, witness, wait, clock)
         if left and clock() < deadline:
+            due = {each.holder.process.identity for each in still_due([target.decision for target in left])}
+            left = [target for target in left if target.decision.holder.process.identity in due]
             told = _signal(left, signal.SIGKILL, still_stale, witness)
             _await(told, deadline, Fate.KILLED, witness, wait, clock)
 

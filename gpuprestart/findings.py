@@ -126,7 +126,8 @@ def _held(plan: Plan, decisions: Sequence[Decision]) -> str:
     """One sentence for the first of them, the rest counted."""
     first, *others = decisions
     theirs = [state for state in plan.gpus if state.gpu.uuid in held(first.holder)]
-    message = f"{_where(theirs)} is held by {who(first, plan.gpus)}: it {first.reason}"
+    where = f"{_where(theirs)} is held by" if theirs else "in the way is"
+    message = f"{where} {who(first, plan.gpus)}: it {first.reason}"
     if others:
         message += f"; and by {count(len(others), 'other', 'others')}: {_names(others)}"
     return message

@@ -6,7 +6,7 @@ A GPU is clean only with figures that say so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import NamedTuple
 
@@ -53,8 +53,11 @@ def is_low(policy: Policy, state: GpuState, reading: Reading) -> bool:
 def plan(policy: Policy, survey: Survey, history: History) -> Plan:
     """What should be done now. The same survey and history always give the same plan."""
     unexplained = frozenset(gpu.uuid for gpu in survey.gpus if _is_unexplained(policy, survey, gpu))
-    decided = _with_shared_servers([table.decide(policy, survey, holder) for holder in survey.holders])
-    placed = [(_role(policy, survey, history, each, unexplained), each) for each in decided]
+    rows = [table.decide(policy, survey, holder) for holder in survey.holders]
+    # Two generations never coexist, so these go whatever they hold, or the start is refused.
+    previous = {row.holder.process.pid for row in rows if row.action is Action.KILL and _is_previous(row.holder)}
+    decided = _with_shared_servers(rows)
+    placed = [(_role(policy, survey, history, each, previous, unexplained), each) for each in decided]
     blocking = [each for role, each in placed if role is Role.BLOCKING] + _too_much_spared(policy, survey, decided)
     claims = tuple((claim, unit) for claim, unit in survey.claims if not rules.spare_unit(policy, claim.unit))
     if blocking or claims:
@@ -114,14 +117,23 @@ class Role(Enum):
 _ATTRIBUTED = {Action.KILL: Role.EVICT, Action.REFUSE: Role.BLOCKING, Action.WAIT: Role.AWAITED}
 
 
-def _role(policy: Policy, survey: Survey, history: History, decision: Decision, unexplained: frozenset[str]) -> Role:
+def _is_previous(holder: Holder) -> bool:
+    return holder.owner.kind is OwnerKind.OWN_PREVIOUS
+
+
+def _role(
+    policy: Policy,
+    survey: Survey,
+    history: History,
+    decision: Decision,
+    previous: Collection[int],
+    unexplained: frozenset[str],
+) -> Role:
     holder, action = decision.holder, decision.action
     if action is Action.SPARE:
         return Role.SPARED
-    if any(gpu.uuid in holder.listed for gpu in survey.gpus):
+    if holder.process.pid in previous or any(gpu.uuid in holder.listed for gpu in survey.gpus):
         return _ATTRIBUTED[action]
-    if action is Action.KILL and holder.owner.kind is OwnerKind.OWN_PREVIOUS:
-        return Role.EVICT
     # Whose memory NVML puts somewhere is no suspect for memory that it puts to nobody.
     where = (holder.opened | holder.mapped) & unexplained
     if holder.listed or not where or not holder.cuda:

@@ -165,12 +165,13 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to this phase of the run."""
-        began = self._clock()
+        """Add the time spent inside to this phase of the run, but for what is another phase's within it."""
+        began, others = self._clock(), sum(self._phases.values())
         try:
             yield
         finally:
-            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - began
+            others = sum(self._phases.values()) - others
+            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - began - others
 
     def story(self, *, refusal: Optional[Refusal] = None, interrupted: Optional[Interrupted] = None) -> Story:
         """The whole story, told once, at the end of the run."""

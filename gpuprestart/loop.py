@@ -54,7 +54,7 @@ def clean(
             if rounds > MOST_ROUNDS:
                 return False
             ledger.note(rounds=rounds)
-            _evict(policy, survey, plan, surveyor, host, ledger, deadline=deadline)
+            _evict(policy, survey, plan, history, surveyor, host, ledger, deadline=deadline)
             history = judge.ended(history, attributed=ledger.ended_attributed)
             settled = False
             continue
@@ -66,8 +66,12 @@ def clean(
 
 def _over(plan: Plan, ledger: Ledger, now: float, *, deadline: float, protected_until: float) -> bool:
     """Whether nothing more can come of this run."""
-    unread = any(state.unknown for state in plan.gpus)
-    return unread or ledger.denied or now >= deadline or bool(plan.refused and now >= protected_until)
+    return _hopeless(plan, ledger) or now >= deadline or bool(plan.refused and now >= protected_until)
+
+
+def _hopeless(plan: Plan, ledger: Ledger) -> bool:
+    """Whether time changes nothing."""
+    return ledger.denied or any(state.unknown for state in plan.gpus)
 
 
 def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until: float) -> list[float]:
@@ -79,8 +83,22 @@ def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until
 
 
 def _evict(
-    policy: Policy, survey: Survey, plan: Plan, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float
+    policy: Policy,
+    survey: Survey,
+    plan: Plan,
+    history: judge.History,
+    surveyor: Surveyor,
+    host: Neighbours,
+    ledger: Ledger,
+    *,
+    deadline: float,
 ) -> None:
+    def still_due(decisions: Sequence[Decision]) -> Sequence[Decision]:
+        nonlocal survey
+        survey, now, _ = look(surveyor, policy, history, ledger)
+        due = {each.holder.process.identity for each in now.evict}
+        return [] if _hopeless(now, ledger) else [each for each in decisions if each.holder.process.identity in due]
+
     def still_stale(decisions: Sequence[Decision]) -> Iterator[Decision]:
         fresh = surveyor.again(survey, [decision.holder for decision in decisions])
         judged = [table.decide(policy, fresh, holder) for holder in fresh.holders]
@@ -92,6 +110,7 @@ def _evict(
         evict.evict(
             surveyor.holding(plan.evict),
             still_stale=still_stale,
+            still_due=still_due,
             witness=ledger,
             wait=host.wait,
             clock=clock,

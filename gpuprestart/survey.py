@@ -61,7 +61,7 @@ class Surveyor:
         others = [pid for pid in procfs.pids() if pid not in kin]
         swept = procfs.sweep(nodes.all, self._breathing(others))
         mapped, blind = self._mapped(nodes.all, others)
-        found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
+        found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours, beside=beside)
         asked = self._registry.processes(found.keys() | beside)
         owned = self._registry.owners_of(asked)
         # One that is gone by the time that its owner is told has none: its unit may have gone with it.

@@ -6,7 +6,7 @@ that it can see, and NVML may list the dead, or PIDs of another namespace.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Optional
 
 from .model import Gpu, Reading
@@ -49,11 +49,14 @@ def tie(
     nodes: Nodes,
     *,
     pids_ours: bool,
+    beside: Collection[int] = (),
 ) -> dict[int, Tie]:
     """Ties by PID of everybody who may hold a selected GPU.
 
     A process that NVML lists on other GPUs only is no holder of ours, whatever it has open. A list that is not to be
-    believed, or that is of another PID namespace, speaks of nobody and clears nobody.
+    believed, or that is of another PID namespace, speaks of nobody and clears nobody. ``beside`` are PIDs of processes
+    that may be ended whatever they hold. The other clients of an MPS server are named too, wherever they use it: they
+    may go down with one that is ended.
     """
     listed: dict[int, dict[str, Optional[int]]] = {}
     kinds: dict[int, dict[str, frozenset[str]]] = {}
@@ -77,7 +80,16 @@ def tie(
         )
         if one.listed or one.opened or one.mapped:
             found[pid] = one
+    shared = {uuid for pid in {*found, *beside} for uuid in _mps(kinds.get(pid, {}))}
+    for pid in kinds.keys() - found.keys():
+        if shared & _mps(kinds[pid]):
+            found[pid] = Tie(kinds=kinds[pid])
     return found
+
+
+def _mps(kinds: Mapping[str, frozenset[str]]) -> set[str]:
+    """The GPUs on which this is a client of an MPS server."""
+    return {uuid for uuid, words in kinds.items() if "mps" in words}
 
 
 def dead(

@@ -7,6 +7,7 @@ look began, or, of what a verdict tells, what was so at none.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -65,6 +66,8 @@ class Oracle:
         self._site = [rule for rule in machine.terms.rules if not rule.overlay]
         self._most, self._spared_max = machine.terms.max_used * MIB, machine.terms.spared_max * MIB
         self._unexplained_since: dict[str, float] = {}
+        #: Every look: the world with what the driver had said by then, and with all moments until the next look.
+        self._looks: list[World] = []
         #: Whom NVML had on a selected GPU when we signalled them; and when that was, of everybody.
         self._attributed: set[tuple[int, int]] = set()
         self._told: dict[tuple[int, int], float] = {}
@@ -209,9 +212,10 @@ class Oracle:
     def _listing(self, world: World, card: Card) -> dict[int, tuple[Optional[int], set[str]]]:
         """Bytes and kinds by PID, as the driver last listed them; empty where that is not to be believed."""
         found: dict[int, tuple[Optional[int], set[str]]] = {}
-        if self._terms.pids != "ours" or world.cards[card.uuid].strange in ("scrambled", "insane"):
+        given = world.given.get(card.uuid)
+        if self._terms.pids != "ours" or given is None or given["strange"] in ("scrambled", "insane"):
             return found
-        for pid, share, kind in world.given[card.uuid]["listed"] if card.uuid in world.given else ():
+        for pid, share, kind in given["listed"]:
             before, kinds = found.get(pid, (None, set()))
             known = [each for each in (before, share) if each is not None]
             found[pid] = (max(known, default=None), kinds | {kind})
@@ -248,6 +252,8 @@ class Oracle:
             for card in world.selected
             if self._unexplained(world, card) > self._most
         }
+        self._looks.append(copy.copy(world))
+        self._looks[-1].given = dict(world.given)
 
     def signalled(self, world: World, actor: Actor, name: str) -> None:
         for wrong in self._wrong(world, actor, name):
@@ -317,8 +323,11 @@ class Oracle:
             name = said.get("unit", "")
             moments = states or world.window if name else ()
             holds = all(each.silent or _is_the_same(each.units[name], said["invocation"]) for each in moments)
-            about = [rule for rule in (*self._overlay, *self._site) if [key for key, _ in rule.match] == ["unit"]]
-            spared = [rule for rule in about if rule.action == "spare" and _is_named(name, str(rule.match[0][1]))]
+            site, overlay = (
+                next((rule for rule in rules if _is_about(rule, name)), None) for rules in (self._site, self._overlay)
+            )
+            rule = site if site is not None and site.action == "refuse" else overlay or site
+            spared = rule is not None and rule.action == "spare"
             if holds and not spared and name != self._machine.own.name:
                 found.append(f"{uuid} is claimed by {name or 'nobody knows whom'}")
         return found
@@ -415,11 +424,11 @@ class Oracle:
         strange = {world.cards[card.uuid].strange for card in world.selected}
         hidden = any(actor.namespace == 0 for actor in world.first.values())
         blind = hidden or {actor.hides for actor in world.first.values()} - {"", "cmdline"} or self._machine.changes
-        once = [
-            self.in_the_way(world, ("refuse", "wait"), [each]) + self.claimed(world, [each]) for each in world.window
-        ]
         stays = ("refuse", "wait", "spare")
-        once += [self._shared(world, actor, stays) for each in world.window for actor in each.processes.values()]
+        once = [self.claimed(world, [each]) for each in world.window]
+        for seen in (*self._looks[-1:], world):
+            once += [self.in_the_way(seen, ("refuse", "wait"), [each]) for each in world.window]
+            once += [self._shared(seen, actor, stays) for each in world.window for actor in each.processes.values()]
         # It may answer again by the time that the verdict comes.
         silent = any(change.what == "silent" for change in self._machine.changes)
         possible = {
@@ -471,9 +480,16 @@ class Oracle:
     def _unsettled(self, world: World) -> list[str]:
         """Once anything was dirty, memory has to stay low for a while, over two samples at least."""
         low_since, count, dirty = 0.0, 0, bool(world.signals)
+        limits = [
+            (look.looked_at, {card.uuid: self._limit(look, card) for card in world.selected}) for look in self._looks
+        ]
+        limits.append((world.now, {card.uuid: self._limit(world, card) for card in world.selected}))
         for at, answers in world.samples:
-            memories = [(card, answers[card.uuid]["memory"]) for card in world.selected if card.uuid in answers]
-            if any(memory is not None and memory[0] > self._limit(world, card) for card, memory in memories):
+            # What is spared was last told by the look before, or is by the one that this sample is of.
+            last = max((index for index, (then, _) in enumerate(limits) if then <= at), default=0)
+            memories = [(card.uuid, answers[card.uuid]["memory"]) for card in world.selected if card.uuid in answers]
+            most = {uuid: max(limit[uuid] for _, limit in limits[last : last + 2]) for uuid, _ in memories}
+            if any(memory is not None and memory[0] > most[uuid] for uuid, memory in memories):
                 count, dirty = 0, True
             else:
                 low_since, count = (low_since if count else at), count + 1
@@ -533,6 +549,11 @@ def _is_the_same(unit: Unit, invocation: str) -> bool:
 def _is_named(unit: str, said: str) -> bool:
     """A glob of units' names, in which ``x`` means ``x.service``."""
     return fnmatchcase(unit, said if said.endswith((".service", ".scope", "*")) else f"{said}.service")
+
+
+def _is_about(rule: Rule, unit: str) -> bool:
+    """Whether a rule is about units alone, and about this one."""
+    return [key for key, _ in rule.match] == ["unit"] and _is_named(unit, str(rule.match[0][1]))
 
 
 def _is_called(unit: Optional[Unit], said: str) -> bool:

@@ -118,7 +118,7 @@ class World:
         self.window: list[State] = []
         self.looked_at = BEGAN
         self.looks = 0
-        #: What the driver last said of each GPU, and all that it said, with the time.
+        #: What the driver last said of each GPU and how well it was then, and all that it said, with the time.
         self.given: dict[str, Mapping[str, Any]] = {}
         self.samples: list[tuple[float, Mapping[str, Mapping[str, Any]]]] = []
         #: What was told: PIDs whose command line was the last time, uids with a name, names with a uid.
@@ -481,7 +481,7 @@ class World:
         self.fire("sample")
         self.changed()
         answers = {uuid: self._reading(self.cards[uuid]) for uuid in uuids}
-        self.given.update(answers)
+        self.given.update({uuid: {**said, "strange": self.cards[uuid].strange} for uuid, said in answers.items()})
         self.samples.append((self.now, answers))
         return answers
 

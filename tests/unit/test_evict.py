@@ -57,6 +57,7 @@ def as_they_are(decisions: Sequence[Decision]) -> list[Decision]:
 def run(
     *decisions: Decision,
     still_stale: evict.StillStale = as_they_are,
+    still_due: evict.StillDue = lambda decisions: decisions,
     grace: float = PATIENCE,
     within: float = 2 * PATIENCE,
     waits: Wait = wait,
@@ -66,6 +67,7 @@ def run(
     evict.evict(
         decisions,
         still_stale=still_stale,
+        still_due=still_due,
         witness=witness,
         wait=waits,
         clock=time.monotonic,

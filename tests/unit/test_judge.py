@@ -406,6 +406,20 @@ def test_where_somebody_alive_has_memory_nobody_is_ended() -> None:
     assert pids(plan(holder(of=ACTIVE, listed={0: 10}), used=(13,)).blocking) == [4711]
 
 
+def test_no_client_of_a_server_that_somebody_alive_uses_is_ended() -> None:
+    served = {uuid(1): frozenset({"mps"})}
+    alive = holder(pid=10, of=ACTIVE, opened=())._replace(kinds=served)
+    stale = holder(pid=11, listed={0: 1520})._replace(kinds=served)
+    previous = holder(pid=12, of=owner(KINDS.OWN_PREVIOUS), opened=())._replace(kinds=served)
+    found = plan(alive, stale, used=(1523,))
+    assert (pids(found.blocking), found.evict) == ([11], ())
+    found = plan(alive, previous, used=(3,))
+    assert (pids(found.blocking), found.evict, found.clean) == ([12], (), False)
+    assert "a client of an MPS server that somebody else uses too" in found.blocking[0].reason
+    found = plan(stale, previous, used=(1523,))
+    assert (found.blocking, pids(found.evict)) == ((), [11, 12])
+
+
 @pytest.mark.case("A9")
 def test_who_is_going_is_awaited_and_does_not_stop_the_eviction_of_others() -> None:
     going = holder(pid=10, of=of_unit("ollama.service", "deactivating"), listed={0: 500})

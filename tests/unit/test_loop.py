@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
@@ -31,6 +32,8 @@ class Machine:
         self.looked: list[float] = []
         #: They are others at the last moment.
         self.changed: set[int] = set()
+        #: They do not obey SIGTERM.
+        self.stubborn: set[int] = set()
 
     def look(self) -> Survey:
         self.looked.append(self.now)
@@ -72,8 +75,13 @@ class Run:
             machine.pidfds[pid + 100_000] = pid
             return pid + 100_000
 
-        def send(descriptor: int, number: int) -> bool:
-            machine.ended.setdefault(machine.pidfds[descriptor], machine.now)
+        self.signals: list[tuple[int, str]] = []
+
+        def send(descriptor: int, number: signal.Signals) -> bool:
+            pid = machine.pidfds[descriptor]
+            self.signals.append((pid, number.name))
+            if number is signal.SIGKILL or pid not in machine.stubborn:
+                machine.ended.setdefault(pid, machine.now)
             return True
 
         monkeypatch.setattr(pidfd, "open_pidfd", opened)
@@ -123,6 +131,21 @@ def test_who_is_another_at_the_last_moment_gets_no_signal(begin: Begin) -> None:
     run.machine.changed = {10}
     assert not run.clean(deadline=1.0)
     assert run.machine.ended.keys() == {11}
+
+
+@pytest.mark.case("A8")
+def test_who_ignores_sigterm_is_spared_the_rest_when_somebody_alive_comes_in_the_grace(begin: Begin) -> None:
+    """The start is refused then, and nobody is ended any more."""
+
+    def there(now: float) -> list[Holder]:
+        return [stale(10), *([holder(9, ACTIVE, listed={0: 500})] if now > 3 else [])]
+
+    run: Run = begin(lambda now: 1523, there)
+    run.machine.stubborn = {10}
+    assert not run.clean() and run.signals == [(10, "SIGTERM")]
+    alone: Run = begin(lambda now: 3 if alone.machine.ended else 1523, lambda now: [stale(10)])
+    alone.machine.stubborn = {10}
+    assert alone.clean() and alone.signals == [(10, "SIGTERM"), (10, "SIGKILL")]
 
 
 @pytest.mark.case("B1")

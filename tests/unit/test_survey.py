@@ -15,7 +15,7 @@ from gpuprestart.host import procfs
 from gpuprestart.host.locks import Locks, Notes
 from gpuprestart.host.nvml import Driver, DriverError
 from gpuprestart.host.systemd import Systemd, SystemdError
-from gpuprestart.model import MIB, Holder, OwnerKind, Process, Reading, Refusal, Unit
+from gpuprestart.model import MIB, Holder, Listed, OwnerKind, Process, Reading, Refusal, Unit
 from gpuprestart.neighbours import Neighbours
 from gpuprestart.survey import Surveyor
 
@@ -36,6 +36,7 @@ def tie(
     uvm: Optional[int] = None,
     needed: Optional[Mapping[int, set[int]]] = None,
     pids_ours: bool = True,
+    beside: Sequence[int] = (),
 ) -> dict[int, ties.Tie]:
     numbers = needed or {0: {ZERO}, 1: {ONE}}
     return ties.tie(
@@ -45,6 +46,7 @@ def tie(
         {pid: frozenset(found) for pid, found in (mapped or {}).items()},
         ties.Nodes(gpus={uuid(index): frozenset(numbers[index]) for index in selected}, uvm=uvm),
         pids_ours=pids_ours,
+        beside=beside,
     )
 
 
@@ -64,6 +66,20 @@ def test_whose_memory_is_on_other_gpus_only_is_no_holder_of_ours() -> None:
     assert tie(listing(0), listing(1, {10: 1520}), opened={10: {ZERO}}) == {}
     both = tie(listing(0, {10: 5}), listing(1, {10: 1520}), opened={10: {ZERO}})
     assert both[10].listed == {uuid(0): 5 * MIB, uuid(1): 1520 * MIB}
+
+
+def test_who_uses_the_mps_server_of_one_that_may_be_ended_is_named_wherever_that_is() -> None:
+    ours, theirs, other = (
+        Listed(10, 5, frozenset({"mps"})),
+        Listed(11, 5, frozenset({"mps"})),
+        Listed(12, 5, frozenset({"compute"})),
+    )
+    served = listing(1)._replace(listed=(ours, theirs, other))
+    client = ties.Tie(kinds={uuid(1): frozenset({"mps"})})
+    assert tie(listing(0), served) == {}
+    assert tie(listing(0), served, beside=[10]) == {10: client, 11: client}
+    # One that is on a selected GPU may be ended for what it has there.
+    assert sorted(tie(listing(0, {10: 5}), served)) == [10, 11]
 
 
 @pytest.mark.case("C12")

@@ -144,6 +144,14 @@ def test_the_server_that_was_asked_about_is_no_reason_to_stop_it() -> None:
     assert "is held by python3[11]" in found.message and found.hints[0] == "systemctl stop ollama.service"
 
 
+def test_what_is_in_the_way_without_a_gpu_is_not_said_to_hold_one() -> None:
+    served = {uuid(1): frozenset({"mps"})}
+    alive = holder(pid=10, of=ACTIVE, opened=())._replace(kinds=served)
+    previous = holder(pid=11, of=owner(OwnerKind.OWN_PREVIOUS), opened=())._replace(kinds=served)
+    found = verdict(alive, previous, used=(3,))
+    assert found.outcome is Outcome.PROTECTED and found.message.startswith("in the way is python3[11]")
+
+
 def test_protected_counts_the_others() -> None:
     many = [holder(pid=pid, of=session("active", "running"), listed={0: 100}) for pid in range(10, 16)]
     found = verdict(*many, used=(603,))
