@@ -429,6 +429,10 @@ class Oracle:
         for seen in (*self._looks[-1:], world):
             once += [self.in_the_way(seen, ("refuse", "wait"), [each]) for each in world.window]
             once += [self._shared(seen, actor, stays) for each in world.window for actor in each.processes.values()]
+        # Whose PID became another's may be seen with neither's nodes, and so by NVML alone.
+        reused = len({each.identity for state in world.window for each in state.processes.values()}) > len(
+            {pid for state in world.window for pid in state.processes}
+        )
         # It may answer again by the time that the verdict comes.
         silent = any(change.what == "silent" for change in self._machine.changes)
         possible = {
@@ -436,7 +440,7 @@ class Oracle:
             "denied": len(sent) < len(world.signals) or blind,
             "unknown": self._machine.driver_dies or silent or strange & {"lost", "insane", "unified"},
             # Where nobody can be asked any more, mappings are not seen, and what NVML alone names is in the way.
-            "protected": any(once) or world.hung or self._machine.locked_until > self._terms.total,
+            "protected": any(once) or reused or world.hung or self._machine.locked_until > self._terms.total,
             "respawning": any(actor.started >= BEGAN * TICKS for actor in world.seen.values()),
             "unkillable": any(world.lives(identity) for identity in killed),
             "cleaned": ended,

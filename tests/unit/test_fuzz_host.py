@@ -212,7 +212,12 @@ def prints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Systemd]
     program.chmod(0o755)
 
     def make(text: str) -> Systemd:
-        (folder / "answer").write_bytes(os.fsencode(text))
+        try:
+            said = os.fsencode(text)
+        except UnicodeEncodeError:
+            # What no file system can have made of any bytes is bytes of its own.
+            said = text.encode("utf-8", "surrogatepass")
+        (folder / "answer").write_bytes(said)
         return Systemd(wait, systemctl=str(program), busctl=str(program))
 
     return make
