@@ -178,8 +178,8 @@ def processes(hidepid: str, init_seen: bool) -> list[Check]:
 #: What becomes of a run without a module, and what to install; that of the driver's own is told with the driver.
 _MODULES = {
     "psutil": (
-        Level.FAULT,
-        "who holds a GPU cannot be told: a start on anything but idle GPUs is refused",
+        Level.REMARK,
+        "a policy that asks for memory of the machine (require.host_memory) refuses every start",
         "python3-psutil",
     ),
     "tomli": (Level.FAULT, "no policy can be read: where there is one, every start is refused", "python3-tomli"),

@@ -153,13 +153,14 @@ def _administer(arguments: Sequence[str], wait: Waiter) -> int:
 
 
 def _perform(command: Command, wait: Waiter, child: Child) -> int:
-    from . import events, hook, owners
+    from . import answers, events, hook, owners
     from .host import procfs
     from .host.child import Questions
     from .host.journal import Journal
     from .host.locks import Locks, Notes
     from .host.notify import extend_timeout, notify_status
     from .host.nvml import Driver
+    from .host.program import Programs
     from .host.systemd import Systemd, SystemdError
     from .neighbours import Neighbours
     from .telling import Teller
@@ -172,7 +173,13 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         locks.release()
         wait.forget()
 
-    questions = Questions(lambda: Child(answer=procfs.slow, wait=wait, at_fork=alone))
+    def start() -> Child:
+        return Child(answer=answers.answer, wait=wait, at_fork=alone)
+
+    # The one that is there was forked before there were any locks; another may have to take its place.
+    child.at_fork = alone
+    programs = Programs(wait=wait, at_fork=alone)
+    questions, files = Questions(start), Questions(start)
     journal = Journal(journal_stream=os.environ.get("JOURNAL_STREAM", ""))
     if command.journal:
         journal.open()
@@ -183,10 +190,11 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     host = Neighbours(
         wait=wait,
         deafen=wait.deafen,
-        driver=Driver(child),
+        driver=Driver(child, child),
         systemd=Systemd(wait),
         ask=questions,
-        children=lambda: {child.pid, *questions.pids},
+        ask_files=files,
+        children=lambda: {child.pid, *questions.pids, *files.pids, *programs.pids},
         write=write,
         say_status=notify_status,
         extend_timeout=lambda seconds: "NOTIFY_SOCKET" in os.environ and extend_timeout(int(seconds * 1_000_000)),
@@ -194,6 +202,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         locks=locks,
         claims=Notes("claims"),
         bypasses=Notes("bypass"),
+        run_program=programs,
     )
     try:
         if command.verb == "doctor":
@@ -204,12 +213,13 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     finally:
         wait.deafen()
         questions.end()
+        files.end()
     teller = Teller(write=write, say=journal.say, notify=notify_status, out=sys.stdout, err=sys.stderr)
     status = teller.tell(command, verdict)
     journal.close()
     if command.verb == "clean" and verdict.unit:
-        stuck = questions.pids if child.end() else {child.pid, *questions.pids}
-        aside = [(pid, f"gpuprestart-stuck-{pid}.scope", "Asked the NVIDIA driver, and hangs in it") for pid in stuck]
+        stuck = questions.pids | files.pids | programs.pids | (set() if child.end() else {child.pid})
+        aside = [(pid, f"gpuprestart-stuck-{pid}.scope", "Asked the driver or the kernel, and hangs") for pid in stuck]
         aside += [
             (process.pid, owners.unkillable_scope(process.pid), f"A process of {verdict.unit} that survived SIGKILL")
             for process in survivors(verdict)

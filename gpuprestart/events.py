@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
-from .model import Action, Decision, Fate, Gpu, GpuState, Outcome, Owner, OwnerKind, Verdict
+from .model import Action, Decision, Fate, Gpu, GpuState, Leftover, Outcome, Owner, OwnerKind, Unmet, Verdict
 from .report import held, sentence, usage, who
 from .text import mib, printable
 
@@ -21,6 +21,9 @@ MESSAGE_IDS: Mapping[str, str] = {
     "holder-survived": "172abcceaa4f7a4221b440f14d0ffdd3",
     "memory-freed": "3813ccca793d2ee11d1d9331c67c5b19",
     "gpu-verdict": "9d05bd6d6bf669631a6fa13c528f1c7a",
+    "precondition-failed": "611a5896e5214046b4cc4d64cd18e461",
+    "residue": "e1e88b97b9154e2fad69ad4d7480b917",
+    "gpu-reset": "4d24ebba13fb49df830cf46adcf73434",
     "bypass-granted": "2e0f4ccf70e4439d9646597166b87c78",
     "hook-disabled": "3a21559104bc409fad1c9e85c9cc6783",
     "verdict": "dc832c83b1b367bd44ed134e9c2ec2f3",
@@ -96,6 +99,19 @@ def holder_signalled(context: Context, decision: Decision, gpus: Sequence[GpuSta
     return _about_holder("holder-signalled", priority, message, context, decision, gpus, fields)
 
 
+def environment(context: Context, decision: Decision, gpus: Sequence[GpuState]) -> dict[str, str]:
+    """The fields of a holder's record as variables for a program; what has several values is joined by commas."""
+    fields = _about_holder("holder-found", NOTICE, "", context, decision, gpus).fields
+    ours = {name: value for name, value in fields.items() if name not in ("GPUPRESTART_EVENT", "OBJECT_SYSTEMD_UNIT")}
+    return {name: value if isinstance(value, str) else ",".join(value) for name, value in ours.items()}
+
+
+def hook_failed(context: Context, decision: Decision, gpus: Sequence[GpuState], *, command: str, what: str) -> Record:
+    """What was to be run before the first signal to this holder; it is signalled all the same."""
+    message = f"{command} (hooks.before_kill) for {decision.holder.process} {what}"
+    return _about_holder("warning", WARNING, message, context, decision, gpus)
+
+
 def holder_gone(
     context: Context, decision: Decision, gpus: Sequence[GpuState], *, fate: Fate, seconds: Optional[float] = None
 ) -> Record:
@@ -124,6 +140,11 @@ def memory_freed(context: Context, before: GpuState, after: GpuState, *, seconds
     return _record("memory-freed", INFO, message, context, fields)
 
 
+def gpu_reset(context: Context, gpu: Gpu) -> Record:
+    message = f"{gpu} was reset: its memory was in use, and nobody held it"
+    return _record("gpu-reset", NOTICE, message, context, _gpu_names([gpu]))
+
+
 def gpu_verdict(context: Context, state: GpuState) -> Record:
     memory = state.reading.memory
     if state.clean:
@@ -133,6 +154,40 @@ def gpu_verdict(context: Context, state: GpuState) -> Record:
     why = f": {state.fault}" if state.fault and not (memory and memory.used > state.limit) else ""
     message = f"{state.gpu} is not clean: {usage(state)}{unexplained}{why}"
     return _record("gpu-verdict", WARNING, message, context, _figures(state))
+
+
+# What the policy asks besides ----------------------------------------------------------------------------------------
+
+
+def precondition_failed(context: Context, unmet: Unmet) -> Record:
+    fields = {"GPUPRESTART_CHECK": unmet.check, "GPUPRESTART_SUBJECT": unmet.subject, "GPUPRESTART_HINT": unmet.hint}
+    return _record("precondition-failed", ERR, unmet.message, context, fields)
+
+
+def residue(context: Context, found: Sequence[Leftover]) -> Record:
+    """What was found in shared memory: counts and bytes of each fate, the first names, and why the first one stays."""
+    parts = []
+    for fate, words in (("removed", "removed"), ("kept", "left"), ("failed", "could not be removed")):
+        some = [each for each in found if each.fate == fate]
+        if some:
+            names = ", ".join(printable(each.name, 64) for each in some[:MOST_RESIDUE])
+            more = f" and {len(some) - MOST_RESIDUE} more" if len(some) > MOST_RESIDUE else ""
+            why = f"; {'it' if len(some) == 1 else 'the first'} {some[0].reason}" if fate != "removed" else ""
+            parts.append(f"{len(some)} {words} ({mib(sum(each.bytes for each in some))}: {names}{more}{why})")
+    removed = [each for each in found if each.fate == "removed"]
+    fields: dict[str, Value] = {
+        "GPUPRESTART_RESIDUE": tuple(
+            f"{each.kind} {printable(each.name, 255)} {each.fate}: it {each.reason}" for each in found[:MOST_HINTS]
+        ),
+        "GPUPRESTART_REMOVED": str(len(removed)),
+        "GPUPRESTART_REMOVED_BYTES": str(sum(each.bytes for each in removed)),
+    }
+    priority = WARNING if any(each.fate == "failed" for each in found) else NOTICE if removed else INFO
+    return _record("residue", priority, f"In shared memory, had by nobody: {', '.join(parts)}", context, fields)
+
+
+#: So many names stand in the sentence; the fields have more.
+MOST_RESIDUE = 4
 
 
 # The run -------------------------------------------------------------------------------------------------------------
@@ -256,7 +311,7 @@ def _where(decision: Decision, gpus: Sequence[GpuState], most: int = 4) -> str:
     concerned = _concerned(decision, gpus)
     named = [f"{state.gpu} ({usage(state)})" for state in concerned[:most]]
     more = [f"{len(concerned) - most} more"] if len(concerned) > most else []
-    return ", ".join(named + more) or "on no selected GPU"
+    return ", ".join([*named, *more, *decision.holder.occupies]) or "on no selected GPU"
 
 
 def _gpu_names(gpus: Sequence[Gpu]) -> dict[str, Value]:

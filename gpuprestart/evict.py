@@ -23,6 +23,9 @@ StillStale = Callable[[Sequence[Decision]], Iterable[Decision]]
 #: time for whom the start is refused, and then nobody is ended any more.
 StillDue = Callable[[Sequence[Decision]], Sequence[Decision]]
 
+#: Runs what is to be run before the first signal to a holder, once its pidfd is open; whether that took any time.
+Prepare = Callable[[Decision], bool]
+
 
 class Witness(Protocol):
     """Is told what happens to holders, at once."""
@@ -44,6 +47,7 @@ def evict(
     *,
     still_stale: StillStale,
     still_due: StillDue,
+    prepare: Prepare = lambda decision: False,
     witness: Witness,
     wait: Wait,
     clock: Callable[[], float],
@@ -56,12 +60,13 @@ def evict(
     refused is still there, or was not touched because it is no longer the holder that was judged.
     """
     with _opened(decisions, witness) as targets:
+        # All of them are prepared, so that none waits for the programs of others once it is verified.
+        if any([prepare(target.decision) for target in targets]):
+            targets = _due(targets, still_due)
         told = _signal(targets, signal.SIGTERM, still_stale, witness)
         left = _await(told, min(clock() + grace, deadline), Fate.TERMINATED, witness, wait, clock)
         if left and clock() < deadline:
-            due = {each.holder.process.identity for each in still_due([target.decision for target in left])}
-            left = [target for target in left if target.decision.holder.process.identity in due]
-            told = _signal(left, signal.SIGKILL, still_stale, witness)
+            told = _signal(_due(left, still_due), signal.SIGKILL, still_stale, witness)
             _await(told, deadline, Fate.KILLED, witness, wait, clock)
 
 
@@ -95,6 +100,11 @@ def _signal(
             if number is signal.SIGTERM and decision.holder.process.state == "T":
                 _send(target, signal.SIGCONT, witness)
     return told
+
+
+def _due(targets: Sequence[Target], still_due: StillDue) -> list[Target]:
+    due = {each.holder.process.identity for each in still_due([target.decision for target in targets])}
+    return [target for target in targets if target.decision.holder.process.identity in due]
 
 
 def _send(target: Target, number: signal.Signals, witness: Witness) -> bool:

@@ -39,6 +39,7 @@ def against(story: Story) -> list[Finding]:
         found.append(Finding(story.refusal.outcome, story.refusal.message, story.refusal.hints))
     if story.interrupted:
         found.append(_interrupted(story))
+    found += [Finding(Outcome.PRECONDITION, each.message, (each.hint,)) for each in story.unmet]
     plan, survey = story.plan, story.survey
     if plan is None or survey is None:
         return found
@@ -113,7 +114,8 @@ def _protected(plan: Plan, asked: Optional[str]) -> list[Finding]:
         owner = decision.holder.owner
         return owner.kind is OwnerKind.UNIT and owner.unit is not None and owner.unit.name == asked and owner.unit.up
 
-    in_the_way = [*(each for each in plan.blocking if not each.blind), *plan.awaited]
+    # Of those that have no GPU but a port, the requirement tells.
+    in_the_way = [each for each in (*plan.blocking, *plan.awaited) if not each.blind and each not in plan.occupants]
     in_the_way.sort(key=itself)
     if not in_the_way:
         return []
@@ -263,8 +265,10 @@ def proof(story: Story) -> Finding:
     most = max(states, key=lambda state: state.reading.memory.used if state.reading.memory else 0)
     proved = f"{'all ' if len(states) > 1 else ''}{count(len(states), 'GPU')} proved clean (at most {usage(most)})"
     ended = by_us(story)
+    if story.was_reset:
+        proved = f"{', '.join(map(str, story.was_reset))} reset, {proved}"
     if not ended:
-        return Finding(Outcome.CLEAN, proved)
+        return Finding(Outcome.CLEANED if story.was_reset else Outcome.CLEAN, proved)
     return Finding(Outcome.CLEANED, f"{count(len(ended), 'stale holder')} ended ({_names(ended)}), {proved}")
 
 

@@ -12,7 +12,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from . import __version__, bypass, claims, events, judge, owners, refusing, selection, settings
 from .commandline import Options
@@ -24,11 +24,16 @@ from .host.nvidia import traces
 from .host.nvml import DriverError, Unanswered
 from .host.systemd import seconds
 from .ledger import Ledger
-from .model import Gpu, Inventory, Outcome, Refusal, Survey, Verdict
+from .model import Account, Gpu, Inventory, Outcome, Refusal, Survey, Verdict
 from .neighbours import Neighbours, clock
-from .policy import Policy
+from .policy import Policy, Require
 from .story import Story
 from .verdict import conclude
+
+if TYPE_CHECKING:
+    from .before_kill import BeforeKill
+    from .reset import LastResort
+    from .survey import Look, Surveyor
 
 #: Seconds between two tries to get the lock of a GPU that another run is judging.
 LOCK_AGAIN = 0.05
@@ -131,11 +136,23 @@ class _Run:
         start = self._start()
         if start.own is not None:
             self._let_pass(start.own.unit.name, start.control_pid)
-        deadline = self._deadline(start)
+        if start.policy.require.checksums and not self._options.status:
+            self._verify(start)
+        deadline = self._deadline(start, start.policy.deadline.total)
         self._host.systemd.hurry(deadline - clock())
-        inventory, gpus = self._measure(start, deadline)
+        without: Optional[Refusal] = None
+        try:
+            inventory, gpus = self._measure(start, deadline)
+        except Refusal as refusal:
+            if refusal.outcome is not Outcome.NONE or not start.policy.asks_more:
+                raise
+            # A server without a GPU needs its port all the same.
+            without, inventory, gpus = refusal, Inventory("", "", ()), ()
         self._announce(start, inventory, gpus)
-        self._long_way(start, inventory, gpus, deadline)
+        if self._may_go_on(start, inventory, gpus, deadline):
+            self._long_way(start, inventory, gpus, deadline)
+        if without is not None and self._ledger.proved:
+            raise without
 
     # Whose start, which GPUs -----------------------------------------------------------------------------------------
 
@@ -214,6 +231,75 @@ class _Run:
             text = f"not selected, but NVML cannot reach it: {faults}"
             self._ledger.write(events.warning(self._ledger.context, text, gpus=lost))
 
+    # What the policy asks besides -----------------------------------------------------------------------------------
+
+    def _verify(self, start: Start) -> None:
+        """Read the models in full, which may take far longer than anything else and has a deadline of its own."""
+        from . import serverfiles
+
+        began, policy = clock(), start.policy
+        until = self._deadline(start, policy.deadline.checksums)
+        with self._ledger.phase("preconditions"):
+            found = serverfiles.checksums(
+                policy.require, self._host.ask_files, say=self._host.say_status, clock=clock, until=until
+            )
+        self._ledger.lacks(found)
+        self._began += clock() - began
+
+    def _may_go_on(self, start: Start, inventory: Inventory, gpus: Sequence[Gpu], deadline: float) -> bool:
+        """Whether all that is asked of files and of the driver is so. Nobody is ended for a start that is refused for
+        that anyway; who only asks is told the rest as well."""
+        policy = start.policy
+        if policy.require == Require():
+            return True
+        from . import require
+
+        with self._ledger.phase("preconditions"):
+            found = require.before(
+                policy.require,
+                self._host,
+                account=lambda: settings.account_of(self._host.systemd, start.unit),
+                inventory=inventory,
+                gpus=gpus,
+                until=deadline,
+                timeout=_left(policy.deadline.nvml, deadline),
+                warn=self._ledger.warned,
+            )
+        self._ledger.lacks(found)
+        return self._checking or not self._ledger.unmet
+
+    def _needs(self, start: Start) -> bool:
+        """Whether what the stale may have stood in the way of is free now; then what they left is cleared away."""
+        policy, last = start.policy, self._ledger.last
+        if not policy.asks_more or last is None:
+            return True
+        from . import require
+
+        with self._ledger.phase("preconditions"):
+            found = require.after(
+                policy.require,
+                self._host,
+                *last,
+                own_sockets=lambda: settings.socket_ports(self._host.systemd, start.unit),
+            )
+        self._ledger.lacks(found)
+        return not self._ledger.unmet
+
+    def _clear(self, start: Start) -> None:
+        """Remove what dead servers have left in shared memory, or tell what would go."""
+        policy = start.policy.residue
+        if not policy.asked:
+            return
+        from . import residue
+
+        with self._ledger.phase("preconditions"):
+            try:
+                account = settings.account_of(self._host.systemd, start.unit)
+            except Refusal:
+                # A start that is proved is refused for no answer about this; only root's is known to be nobody's then.
+                account = Account()
+            self._ledger.left(residue.clear(policy, self._host, account=account, touch=not self._checking))
+
     # Without a proof -------------------------------------------------------------------------------------------------
 
     def _let_pass(self, unit: str, control_pid: int) -> None:
@@ -252,6 +338,8 @@ class _Run:
         limit, and our cgroup holds only our own tree. What is not certain here is left to the long way."""
         control_pid = os.getpid()
         start = Start(unit=unit, environ=self._host.environ, policy=self._policy(unit), control_pid=control_pid)
+        if start.policy.asks_more:
+            return False
         try:
             inventory, gpus = self._measure(start, self._began + SOON)
         except Unanswered:
@@ -302,19 +390,58 @@ class _Run:
             timeout=lambda: _left(policy.deadline.nvml, deadline),
             foreign_claims=lambda: self._foreign_claims(start, gpus),
             keep_claims=self._checking,
+            occupied=_occupied(policy.require, host),
         )
         if self._checking:
             _, plan, _ = loop.look(surveyor, policy, judge.History(), ledger)
             proved = plan.clean
         else:
             protected_until = min(deadline, self._began + policy.deadline.protected)
-            proved = loop.clean(policy, surveyor, host, ledger, deadline=deadline, protected_until=protected_until)
-        if proved:
+            proved = loop.clean(
+                policy,
+                surveyor,
+                host,
+                ledger,
+                deadline=deadline,
+                protected_until=protected_until,
+                before_kill=self._before_kill(policy),
+                last_resort=self._last_resort(policy, surveyor, inventory, deadline),
+            )
+        if self._needs(start) and proved:
+            self._clear(start)
             self._prove(start, gpus)
+        elif self._checking:
+            self._clear(start)
 
-    def _deadline(self, start: Start) -> float:
-        """When this run must be over: as the policy says, and before systemd ends it."""
-        deadline = self._began + start.policy.deadline.total
+    def _before_kill(self, policy: Policy) -> Optional[BeforeKill]:
+        if not policy.hooks.before_kill:
+            return None
+        from .before_kill import BeforeKill
+
+        return BeforeKill(policy.hooks, self._host, self._ledger, trusted_owner=os.geteuid())
+
+    def _last_resort(
+        self, policy: Policy, surveyor: Surveyor, inventory: Inventory, deadline: float
+    ) -> Optional[LastResort]:
+        if policy.reset.mode == "off":
+            return None
+        from .reset import LastResort
+
+        return LastResort(
+            policy,
+            self._host,
+            self._ledger,
+            surveyor,
+            inventory,
+            deadline=deadline,
+            boot=_boot_id(),
+            trusted_owner=os.geteuid(),
+        )
+
+    def _deadline(self, start: Start, total: float) -> float:
+        """When this run, or what comes before its judgement, must be over: after ``total`` seconds as the policy says,
+        and before systemd ends it."""
+        deadline = self._began + total
         if start.around is None or self._checking:
             return deadline
         unit = start.around.unit
@@ -381,6 +508,15 @@ SOON = 1.0
 
 #: Seconds that systemd is asked for beyond the deadline, for the last look and the verdict.
 EXTENSION = 5.0
+
+
+def _occupied(require: Require, host: Neighbours) -> Optional[Look]:
+    """How a survey sees what the policy asks to be free, where it asks for any of that."""
+    if not (require.ports or require.processes):
+        return None
+    from . import occupants
+
+    return occupants.look(require, host.ask)
 
 
 def _no_folder(error: Denied) -> Refusal:

@@ -73,11 +73,12 @@ def plan(policy: Policy, survey: Survey, history: History) -> Plan:
         blocking=tuple(blocking),
         evict=having(Role.EVICT),
         later=having(Role.LATER),
-        awaited=having(Role.AWAITED),
+        awaited=having(Role.AWAITED) + having(Role.LEAVING),
         suspects=having(Role.SUSPECT),
         respited=having(Role.RESPITED),
         unexplained=unexplained,
         claims=claims,
+        occupants=tuple(each for role, each in placed if role in (Role.OCCUPANT, Role.LEAVING)),
     )
 
 
@@ -108,6 +109,8 @@ class Role(Enum):
     EVICT = "stale, to be ended now"
     LATER = "stale, but it may not be what the memory is about: to be ended if the memory stays"
     AWAITED = "has memory on a selected GPU and is going by itself"
+    OCCUPANT = "wanted, and has what the policy asks to be free"
+    LEAVING = "has what the policy asks to be free, and is going by itself"
     SUSPECT = "may hold memory that nobody explains, and is nobody's to end"
     RESPITED = "stale, but the start is refused anyway"
     SPARED = "left alone, and its memory not counted"
@@ -115,6 +118,7 @@ class Role(Enum):
 
 
 _ATTRIBUTED = {Action.KILL: Role.EVICT, Action.REFUSE: Role.BLOCKING, Action.WAIT: Role.AWAITED}
+_OCCUPYING = {Action.KILL: Role.EVICT, Action.REFUSE: Role.OCCUPANT, Action.WAIT: Role.LEAVING}
 
 
 def _is_previous(holder: Holder) -> bool:
@@ -134,6 +138,8 @@ def _role(
         return Role.SPARED
     if holder.process.pid in previous or any(gpu.uuid in holder.listed for gpu in survey.gpus):
         return _ATTRIBUTED[action]
+    if holder.occupies:
+        return _OCCUPYING[action]
     # Whose memory NVML puts somewhere is no suspect for memory that it puts to nobody.
     where = (holder.opened | holder.mapped) & unexplained
     if holder.listed or not where or not holder.cuda:

@@ -6,13 +6,13 @@ cut short anywhere still has a whole story to tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Callable, Optional
 
 from . import events, judge
 from .faults import Interrupted
-from .model import Action, Decision, Fate, GpuState, Plan, Process, Reading, Refusal, Survey
+from .model import Action, Decision, Fate, Gpu, GpuState, Leftover, Plan, Process, Reading, Refusal, Survey, Unmet
 from .policy import Policy
 from .report import doubts
 from .story import Story
@@ -75,6 +75,47 @@ class Ledger:
         self._write(self._opening)
         self._opening = None
         return True
+
+    def lacks(self, unmet: Iterable[Unmet]) -> None:
+        """Requirements of the policy that are not met; each is recorded once."""
+        new = [each for each in unmet if each not in self._story.unmet]
+        if new:
+            self.begin()
+        self.note(unmet=(*self._story.unmet, *new))
+        for each in new:
+            self._write(events.precondition_failed(self.context, each))
+
+    def left(self, residue: Iterable[Leftover]) -> None:
+        """What was found in shared memory, in one record."""
+        found = tuple(residue)
+        self.note(residue=found)
+        if found:
+            self._write(events.residue(self.context, found))
+
+    def warned(self, text: str, gpus: Sequence[Gpu]) -> None:
+        """Something that does not decide: a record, and a hint wherever hints are shown anyway."""
+        self.note(advice=(*self._story.advice, text))
+        self._write(events.warning(self.context, text, gpus=gpus))
+
+    def was_reset(self, gpu: Gpu) -> None:
+        """A hint tells it wherever hints are shown: that the memory is still not back is then worth a reboot."""
+        told = f"{gpu} was reset in this run, after {self._clock() - self._began:.0f} s of it"
+        self.note(was_reset=(*self._story.was_reset, gpu), advice=(*self._story.advice, told))
+        self._write(events.gpu_reset(self.context, gpu))
+
+    @property
+    def proved(self) -> bool:
+        return self._story.proved
+
+    @property
+    def unmet(self) -> tuple[Unmet, ...]:
+        return self._story.unmet
+
+    @property
+    def last(self) -> Optional[tuple[Survey, Plan]]:
+        """The last look, and what was decided on it."""
+        survey, plan = self._story.survey, self._story.plan
+        return None if survey is None or plan is None else (survey, plan)
 
     @property
     def context(self) -> events.Context:

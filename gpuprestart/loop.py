@@ -7,6 +7,7 @@ it goes to the ledger.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Optional
 
 from . import drain, evict, judge, table
 from .ledger import Ledger
@@ -14,6 +15,10 @@ from .model import Action, Decision, Plan, Reading, Survey
 from .neighbours import Neighbours, clock
 from .policy import Policy
 from .survey import Surveyor
+
+if TYPE_CHECKING:
+    from .before_kill import BeforeKill
+    from .reset import LastResort
 
 #: Seconds after which everything is looked at again while memory is awaited, and how much of the time that may take.
 LOOK_AGAIN = 2.0
@@ -35,9 +40,20 @@ def look(
 
 
 def clean(
-    policy: Policy, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, deadline: float, protected_until: float
+    policy: Policy,
+    surveyor: Surveyor,
+    host: Neighbours,
+    ledger: Ledger,
+    *,
+    deadline: float,
+    protected_until: float,
+    before_kill: Optional[BeforeKill] = None,
+    last_resort: Optional[LastResort] = None,
 ) -> bool:
-    """End what is stale and wait until everything is clean; whether that was proved. The ledger knows the rest."""
+    """End what is stale and wait until everything is clean; whether that was proved. The ledger knows the rest.
+
+    ``before_kill`` and ``last_resort`` are there where the policy asks for them.
+    """
     history = judge.History()
     settled = False
     rounds = 0
@@ -54,13 +70,19 @@ def clean(
             if rounds > MOST_ROUNDS:
                 return False
             ledger.note(rounds=rounds)
-            _evict(policy, survey, plan, history, surveyor, host, ledger, deadline=deadline)
+            _evict(policy, survey, plan, history, surveyor, host, ledger, before_kill, deadline=deadline)
             history = judge.ended(history, attributed=ledger.ended_attributed)
+            settled = False
+            continue
+        if last_resort is not None and last_resort.due(plan):
+            with ledger.phase("reset"):
+                last_resort(survey, plan)
             settled = False
             continue
         # Memory that is low from the first sample on must have the time to settle before the next look.
         again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began), policy.memory.settle + 1.0)
-        until = min(deadline, again, *_moments(policy, plan, history, protected_until))
+        reset = float("inf") if last_resort is None else last_resort.moment(plan)
+        until = min(deadline, again, reset, *_moments(policy, plan, history, protected_until))
         settled = _drain(policy, plan, surveyor, host, ledger, until=until)
 
 
@@ -90,9 +112,19 @@ def _evict(
     surveyor: Surveyor,
     host: Neighbours,
     ledger: Ledger,
+    before_kill: Optional[BeforeKill],
     *,
     deadline: float,
 ) -> None:
+    # What is run before the first signals may use up half of the time; the rest is for ending and for the memory.
+    half = clock() + (deadline - clock()) / 2
+
+    def prepare(decision: Decision) -> bool:
+        if before_kill is None or not before_kill.due(decision) or not surveyor.unchanged(decision.holder.process):
+            return False
+        before_kill(decision, plan.gpus, until=half)
+        return True
+
     def still_due(decisions: Sequence[Decision]) -> Sequence[Decision]:
         nonlocal survey
         survey, now, _ = look(surveyor, policy, history, ledger)
@@ -111,6 +143,7 @@ def _evict(
             surveyor.holding(plan.evict),
             still_stale=still_stale,
             still_due=still_due,
+            prepare=prepare,
             witness=ledger,
             wait=host.wait,
             clock=clock,

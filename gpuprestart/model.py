@@ -38,7 +38,7 @@ class Outcome(str, Enum):
     NONE = "none"
 
 
-#: The exit status of each outcome, after sysexits(3). ``precondition`` may be 66 instead: the verdict says.
+#: The exit status of each outcome, after sysexits(3). That of ``precondition`` is EX_NOINPUT where all is about files.
 EXIT_STATUS: Mapping[Outcome, int] = {
     Outcome.CONFIG: 78,
     Outcome.INTERRUPTED: 75,
@@ -56,6 +56,9 @@ EXIT_STATUS: Mapping[Outcome, int] = {
     Outcome.BYPASSED: 0,
     Outcome.NONE: 0,
 }
+
+
+EX_NOINPUT = 66
 
 
 class Refusal(Exception):
@@ -197,6 +200,14 @@ class Unit(NamedTuple):
         return self.active_state in ("active", "activating", "reloading", "refreshing", "maintenance")
 
 
+class Account(NamedTuple):
+    """As whom a service runs its commands: User=, Group=, SupplementaryGroups= as systemd has them. Empty is root."""
+
+    user: str = ""
+    group: str = ""
+    supplementary: tuple[str, ...] = ()
+
+
 class Claim(NamedTuple):
     """A GPU that a unit was just given, and may not have used yet. ``pid`` is the control process of the hook."""
 
@@ -257,6 +268,8 @@ class Holder(NamedTuple):
     kinds: Mapping[str, frozenset[str]] = {}
     #: It has everything open that CUDA opens, which a mere client of NVML has not.
     cuda: bool = True
+    #: What it has besides that the policy asks to be free, as clauses: ``port 30000``.
+    occupies: tuple[str, ...] = ()
 
     @property
     def graphics_only(self) -> bool:
@@ -294,6 +307,8 @@ class Survey(NamedTuple):
     kin: frozenset[int] = frozenset()
     #: Claims of other units on the selected GPUs that hold, each with its unit as systemd describes it.
     claims: tuple[tuple[Claim, Unit], ...] = ()
+    #: What the policy asks to be free and is not, by the same clauses, with the PIDs that are seen to have it.
+    occupied: Mapping[str, tuple[int, ...]] = {}
 
 
 # What is decided -----------------------------------------------------------------------------------------------------
@@ -359,6 +374,8 @@ class Plan(NamedTuple):
     unexplained: frozenset[str] = frozenset()
     #: GPUs that another unit was given and may be about to use.
     claims: tuple[tuple[Claim, Unit], ...] = ()
+    #: Wanted by somebody, and have what the policy asks to be free, such as a port.
+    occupants: tuple[Decision, ...] = ()
 
     @property
     def refused(self) -> bool:
@@ -368,6 +385,34 @@ class Plan(NamedTuple):
     @property
     def clean(self) -> bool:
         return all(state.clean for state in self.gpus) and not (self.refused or self.evict or self.awaited)
+
+
+class Unmet(NamedTuple):
+    """A requirement of the policy that is not met.
+
+    ``check`` is its key in ``[require]``, ``subject`` the entry that it is about, ``message`` a clause that says what
+    is so and what is asked for. ``file`` tells a requirement of a file that the server reads from one of the machine.
+    """
+
+    check: str
+    subject: str
+    message: str
+    hint: str = ""
+    file: bool = False
+
+
+class Leftover(NamedTuple):
+    """Something in shared memory that a dead server has left, or that looks like it.
+
+    ``kind`` is ``shm``, ``sysv``, ``mqueue`` or ``mps``; ``fate`` is ``removed``, ``kept`` (the policy only reports, or
+    it is somebody's) or ``failed``; ``reason`` completes the sentence "it ...".
+    """
+
+    kind: str
+    name: str
+    bytes: int
+    fate: str
+    reason: str
 
 
 class Fate(str, Enum):
@@ -397,6 +442,8 @@ class Verdict(NamedTuple):
     gpus: tuple[GpuState, ...] = ()
     decisions: tuple[Decision, ...] = ()
     fates: Mapping[tuple[int, int], Fate] = {}
+    unmet: tuple[Unmet, ...] = ()
+    residue: tuple[Leftover, ...] = ()
 
     @property
     def outcome(self) -> Outcome:

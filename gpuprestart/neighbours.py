@@ -9,10 +9,11 @@ from typing import Any, Callable, NamedTuple
 from . import events
 from .host.locks import Locks, Notes
 from .host.nvml import Driver
+from .host.program import Programs
 from .host.systemd import Systemd
 from .model import Wait
 
-#: Puts a question of procfs.slow to a child, for so many seconds at most; None is an answer that never came.
+#: Puts a question of answers.answer to a child, for so many seconds at most; None is an answer that never came.
 Ask = Callable[[Any, float], Any]
 
 
@@ -25,6 +26,8 @@ class Neighbours(NamedTuple):
     driver: Driver
     systemd: Systemd
     ask: Ask
+    #: The same, about files: a dead mount must not use up the patience that there is for wedged processes.
+    ask_files: Ask
     children: Callable[[], Iterable[int]]
     write: Callable[[events.Record], None]
     say_status: Callable[[str], object]
@@ -34,6 +37,8 @@ class Neighbours(NamedTuple):
     locks: Locks
     claims: Notes
     bypasses: Notes
+    #: Runs a program that the policy names.
+    run_program: Programs
 
 
 def clock() -> float:

@@ -8,7 +8,7 @@ of all files are told at once, each with file, line and key.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional, Union
 
 from .model import Action, Outcome, Refusal
@@ -51,11 +51,74 @@ class Deadlines(NamedTuple):
     protected: float = 0.0
     nvml_init: float = 60.0
     nvml: float = 15.0
+    #: For reading the models in full; not part of ``total``.
+    checksums: float = 1800.0
 
 
 class Nvml(NamedTuple):
     missing: str = "refuse"
     pids: str = "auto"
+
+
+#: Comparisons of a version: an operator, and the numbers of the version.
+Versions = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Require(NamedTuple):
+    """What a start needs besides free memory on its GPUs; what is empty, 0 or ``any`` is not asked for.
+
+    Sizes are in bytes. ``checksums`` is the name of a file in each of the models' folders.
+    """
+
+    ports: tuple[int, ...] = ()
+    processes: tuple[re.Pattern[str], ...] = ()
+    host_memory: int = 0
+    disk: Mapping[str, int] = {}
+    executables: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    checksums: str = ""
+    gpu_count: int = 0
+    driver: Versions = ()
+    compute_mode: str = "any"
+    persistence: str = "any"
+    ecc: str = "any"
+    mig: str = "any"
+
+
+#: Names in /dev/shm that model servers and their libraries give to what they leave there.
+SHM_PATTERNS = ("nccl-*", "cuda.shm.*", "torch_*", "psm_*", "sem.*", "sgl_shm_*")
+
+
+class Residue(NamedTuple):
+    """What becomes of what a dead server leaves in shared memory: ``off``, ``report`` or ``remove`` for each kind."""
+
+    shm: str = "off"
+    sysv: str = "off"
+    mqueue: str = "off"
+    shm_patterns: tuple[str, ...] = SHM_PATTERNS
+    #: Whose may be removed: ``unit`` (the unit's user's and root's) or ``any``.
+    owner: str = "unit"
+
+    @property
+    def asked(self) -> bool:
+        return (self.shm, self.sysv, self.mqueue) != ("off", "off", "off")
+
+
+class Reset(NamedTuple):
+    """Whether a GPU whose memory nobody holds is reset before the start is given up, and by which command."""
+
+    mode: str = "off"
+    command: str = "/usr/bin/nvidia-smi"
+    timeout: float = 60.0
+    mig: bool = False
+    nvswitch: bool = False
+
+
+class Hooks(NamedTuple):
+    """A program to run before the first signal to a holder, as its words; ``{pid}`` in them is the holder's."""
+
+    before_kill: tuple[str, ...] = ()
+    timeout: float = 10.0
 
 
 class Match(NamedTuple):
@@ -102,12 +165,21 @@ class Policy(NamedTuple):
     deadline: Deadlines = Deadlines()
     dedicated: bool = False
     nvml: Nvml = Nvml()
+    require: Require = Require()
+    residue: Residue = Residue()
+    reset: Reset = Reset()
+    hooks: Hooks = Hooks()
     #: Instance overlay, template overlay, site. ``rule_for`` also heeds what no overlay may override.
     rules: tuple[Rule, ...] = ()
     files: tuple[str, ...] = ()
     #: How the rules' patterns are looked for. A process may call itself what one of them takes centuries on, so that a
     #: run looks for them where that can be abandoned.
     search: Search = search
+
+    @property
+    def asks_more(self) -> bool:
+        """More than clean GPUs: what one sample of their memory cannot tell."""
+        return self.require != Require() or self.residue.asked
 
     def rule_for(self, matches: Callable[[Rule], bool]) -> Optional[Rule]:
         """The rule that decides: the first that matches, unless the site by itself would have refused.
@@ -135,7 +207,9 @@ def parse(layers: Sequence[Layer]) -> Policy:
     overlays: list[Rule] = []
     for layer, document in zip(layers, documents):
         for name, values in document.tables.items():
-            tables[name].update(values)
+            for key, value in values.items():
+                # A table in a table is merged key by key as well.
+                tables[name][key] = {**tables[name].get(key, {}), **value} if isinstance(value, dict) else value
         if "select" in document.tables.get("gpus", {}):
             tables["gpus"]["origin"] = document.origin(("gpus", "select"))
         rules = [_rule(values, layer) for values in document.rules]
@@ -147,6 +221,10 @@ def parse(layers: Sequence[Layer]) -> Policy:
         deadline=Deadlines(**tables["deadline"]),
         dedicated=tables["owners"].get("dedicated", False),
         nvml=Nvml(**tables["nvml"]),
+        require=Require(**tables["require"]),
+        residue=Residue(**tables["residue"]),
+        reset=Reset(**tables["reset"]),
+        hooks=Hooks(**tables["hooks"]),
         rules=(*overlays, *site),
         files=tuple(layer.path for layer in layers),
     )

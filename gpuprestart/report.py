@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from .model import Decision, GpuState, Holder, Outcome, Reading, Verdict
+from .model import Decision, GpuState, Holder, Leftover, Outcome, Reading, Unmet, Verdict
 from .text import amounts, mib, printable
 
 #: What the run did, for a line that is still read when the server has been up for a month.
@@ -20,6 +20,10 @@ _PAST: Mapping[Outcome, str] = {
     Outcome.INTERRUPTED: "was interrupted",
     Outcome.INTERNAL: "failed",
 }
+
+
+#: Anybody may leave any number of files in shared memory.
+MOST_LEFT = 64
 
 
 def sentence(verdict: Verdict) -> str:
@@ -101,6 +105,9 @@ def as_json(verdict: Verdict, *, booted: float) -> str:
         "phases": {phase: round(seconds, 3) for phase, seconds in verdict.phases.items()},
         "gpus": [_gpu(state) for state in verdict.gpus],
         "holders": [_holder(verdict, each, selected, booted) for each in verdict.decisions],
+        "preconditions": [_unmet(each) for each in verdict.unmet],
+        "residue": [_leftover(each) for each in verdict.residue[:MOST_LEFT]],
+        "residue_count": len(verdict.residue),
     }
     return json.dumps(document)
 
@@ -137,10 +144,31 @@ def _holder(verdict: Verdict, decision: Decision, selected: Sequence[str], boote
         "gpus": [uuid for uuid in selected if uuid in gpus] + sorted(gpus.difference(selected)),
         "bytes": holder.bytes_on(selected),
         "evidence": list(holder.evidence),
+        "occupies": [printable(each) for each in holder.occupies],
         "action": decision.action.value,
         "reason": printable(decision.reason),
         "rule": None if decision.rule is None else printable(decision.rule),
         "fate": None if fate is None else fate.value,
+    }
+
+
+def _unmet(unmet: Unmet) -> dict[str, object]:
+    return {
+        "check": unmet.check,
+        "subject": printable(unmet.subject),
+        "message": printable(unmet.message),
+        "hint": printable(unmet.hint) or None,
+        "file": unmet.file,
+    }
+
+
+def _leftover(left: Leftover) -> dict[str, object]:
+    return {
+        "kind": left.kind,
+        "name": printable(left.name),
+        "bytes": left.bytes,
+        "fate": left.fate,
+        "reason": printable(left.reason),
     }
 
 
@@ -152,15 +180,24 @@ def table(verdict: Verdict) -> str:
     lines = []
     if verdict.gpus:
         lines = [*_gpus(verdict.gpus, judged=True), "", *_holders(verdict.gpus, verdict.decisions, judged=True), ""]
+    if verdict.residue:
+        lines += [*_residue(verdict.residue), ""]
     others = "".join(f" (also: {outcome.value})" for outcome in verdict.outcomes[1:])
     lines.append(f"{verdict.outcome.value}{others}, exit status {verdict.exit}: {printable(verdict.message)}")
     lines += [f"  hint: {printable(hint)}" for hint in verdict.hints]
     return "\n".join(lines) + "\n"
 
 
-def overview(gpus: Sequence[GpuState], decisions: Sequence[Decision]) -> str:
-    """What ``status`` prints: GPUs and holders as they are, without a word of judgement."""
-    return "\n".join([*_gpus(gpus, judged=False), "", *_holders(gpus, decisions, judged=False)]) + "\n"
+def overview(gpus: Sequence[GpuState], decisions: Sequence[Decision], unmet: Sequence[Unmet] = ()) -> str:
+    """What ``status`` prints: GPUs and holders as they are, without a word of judgement, and what the policy asks for
+    that is not so."""
+    lines = [*_gpus(gpus, judged=False), "", *_holders(gpus, decisions, judged=False)]
+    if unmet:
+        lines += [
+            "",
+            *_columns([["NOT MET", ""], *([each.check, printable(each.message)] for each in unmet)], right=()),
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _gpus(gpus: Sequence[GpuState], *, judged: bool) -> list[str]:
@@ -199,10 +236,18 @@ def _holders(gpus: Sequence[GpuState], decisions: Sequence[Decision], *, judged:
             printable(holder.owner.word, 64),
             indices(state.gpu.index for state in gpus if state.gpu.uuid in uuids) or "-",
             "-" if share is None else mib(share),
-            ",".join(holder.evidence) or "-",
+            ",".join((*holder.evidence, *holder.occupies)) or "-",
         ]
         rows.append([*row, decision.action.value, printable(decision.reason)] if judged else row)
     return _columns(rows, right=(0, 5))
+
+
+def _residue(found: Sequence[Leftover]) -> list[str]:
+    rows = [["LEFT", "NAME", "BYTES", "FATE", "REASON"]]
+    for each in found[:MOST_LEFT]:
+        rows.append([each.kind, printable(each.name, 64), mib(each.bytes), each.fate, printable(each.reason)])
+    more = [f"and {len(found) - MOST_LEFT} more"] if len(found) > MOST_LEFT else []
+    return _columns(rows, right=(2,)) + more
 
 
 def short(uuid: str) -> str:

@@ -139,6 +139,113 @@ def _as_it_is(value: object) -> object:
     return value
 
 
+def _bytes(value: object) -> int:
+    amount = _size(value)
+    if amount.percent is not None:
+        raise ValueError(f'{str(value)[:60]!r} is a share, and of what is not known here (such as "5 GiB")')
+    return int(amount.bytes)
+
+
+def _number(value: object, allowed: range, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"is {_kind(value)} ({what})")
+    if value not in allowed:
+        raise ValueError(f"is out of range ({what})")
+    return value
+
+
+def _count(value: object) -> int:
+    return _number(value, range(100_000), "an integer, or 0 where any number will do")
+
+
+def _list_of(read: Reader, what: str) -> Reader:
+    """A list of such values, which may be empty: an overlay takes away with it what the site asks for."""
+
+    def read_all(value: object) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise ValueError(f"is {_kind(value)} (a list of {what})")
+        found = []
+        for number, entry in enumerate(value):
+            try:
+                found.append(read(entry))
+            except ValueError as error:
+                raise ValueError(f"entry [{number}] {error}") from None
+        return tuple(found)
+
+    return read_all
+
+
+def _port(value: object) -> int:
+    return _number(value, range(1, 65536), "a TCP port, an integer from 1 to 65535")
+
+
+def _path(value: object) -> str:
+    allowed = 'an absolute path such as "/opt/sglang/run.sh"'
+    path = _string(value, allowed)
+    if not path.startswith("/") or "\0" in path or len(path) > 4000:
+        raise ValueError(f"{path[:60]!r} is no absolute path ({allowed})")
+    return path
+
+
+def _file_name(value: object) -> str:
+    allowed = 'the name of a file in each of require.models, such as "SHA256SUMS"'
+    # Empty is the default: an overlay takes away with it what the site asks for.
+    name = "" if value == "" else _string(value, allowed)
+    if "/" in name or name in (".", "..") or not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{name[:60]!r} is no name of a file ({allowed})")
+    return name
+
+
+def _disk(value: object) -> Mapping[str, int]:
+    if not isinstance(value, dict):
+        raise ValueError(f'is {_kind(value)} (a table such as {{ "/var/log/sglang" = "5 GiB" }})')
+    found = {}
+    for path, amount in value.items():
+        try:
+            found[_path(path)] = _bytes(amount)
+        except ValueError as error:
+            raise ValueError(f"of {path[:60]!r} {error}") from None
+    return found
+
+
+_VERSION = re.compile(r"(>=|<=|==|!=|>|<) *([0-9]{1,9}(?:\.[0-9]{1,9}){0,3})")
+
+
+def _versions(value: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Comparisons that a version has to meet, all of them."""
+    allowed = 'such as ">=570" or ">=570.86, <580"'
+    text = "" if value == "" else _string(value, allowed)
+    found = []
+    for part in text.split(",") if text else ():
+        match = _VERSION.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(f"{text[:60]!r} is no requirement of a version ({allowed})")
+        found.append((match[1], tuple(int(number) for number in match[2].split("."))))
+    return tuple(found)
+
+
+def _glob(value: object) -> str:
+    pattern = _word(value)
+    if "/" in pattern or set(pattern) <= set("*?."):
+        raise ValueError(f'{pattern!r} is no pattern of names in /dev/shm, or matches all of them (such as "nccl-*")')
+    return pattern
+
+
+def _program(value: object) -> tuple[str, ...]:
+    allowed = 'a list such as ["/usr/local/bin/dump-stacks", "{pid}"]'
+    if not isinstance(value, list):
+        raise ValueError(f"is {_kind(value)} ({allowed})")
+    if not value:
+        return ()
+    words = [_string(word, allowed) for word in value]
+    if any("\0" in word for word in words) or len(words) > 100:
+        raise ValueError(f"has too many words, or a NUL in one ({allowed})")
+    return (_path(words[0]), *words[1:])
+
+
+_LEFT = _one_of("off", "report", "remove")
+
+
 TABLES: Mapping[str, Mapping[str, Reader]] = {
     "gpus": {"select": _select},
     "memory": {
@@ -154,9 +261,40 @@ TABLES: Mapping[str, Mapping[str, Reader]] = {
         "protected": _duration,
         "nvml_init": _positive,
         "nvml": _positive,
+        "checksums": _positive,
     },
     "owners": {"dedicated": _boolean},
     "nvml": {"missing": _one_of("refuse", "pass"), "pids": _one_of("auto", "ours", "foreign")},
+    "require": {
+        "ports": _list_of(_port, "TCP ports"),
+        "processes": _list_of(_regex, "regular expressions"),
+        "host_memory": _bytes,
+        "disk": _disk,
+        "executables": _list_of(_path, "absolute paths"),
+        "models": _list_of(_path, "absolute paths"),
+        "checksums": _file_name,
+        "gpu_count": _count,
+        "driver": _versions,
+        "compute_mode": _one_of("any", "default", "exclusive-process", "prohibited"),
+        "persistence": _one_of("any", "warn", "require"),
+        "ecc": _one_of("any", "no-pending"),
+        "mig": _one_of("any", "off"),
+    },
+    "residue": {
+        "shm": _LEFT,
+        "sysv": _LEFT,
+        "mqueue": _LEFT,
+        "shm_patterns": _list_of(_glob, "patterns of names"),
+        "owner": _one_of("unit", "any"),
+    },
+    "reset": {
+        "mode": _one_of("off", "last-resort"),
+        "command": _path,
+        "timeout": _positive,
+        "mig": _boolean,
+        "nvswitch": _boolean,
+    },
+    "hooks": {"before_kill": _program, "timeout": _positive},
 }
 _RULE: Mapping[str, Reader] = {
     "name": _word,

@@ -16,7 +16,7 @@ from typing import Optional
 from . import envfile, owners, policy, quantities
 from .host import files, procfs
 from .host.systemd import Systemd, SystemdError
-from .model import Outcome, Refusal
+from .model import Account, Outcome, Refusal
 from .policy import Layer, Policy
 
 FOLDERS = ("/etc/gpuprestart", "/run/gpuprestart", "/usr/lib/gpuprestart")
@@ -105,10 +105,7 @@ def own_unit(systemd: Systemd, cgroup: str, lineage: Sequence[int]) -> Optional[
 
 def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
     """What of a unit's environment selects GPUs, from its Environment= and EnvironmentFile= as systemd tells them."""
-    try:
-        said = systemd.properties(unit, ("LoadState", "Environment", "EnvironmentFiles"))
-    except SystemdError as error:
-        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about {unit}: {error}", _ANSWERS) from error
+    said = _said(systemd, unit, ("LoadState", "Environment", "EnvironmentFiles"))
     if said.get("LoadState") != "loaded":
         raise Refusal(
             Outcome.CONFIG,
@@ -122,6 +119,34 @@ def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
             path, _, options = line.rpartition(" (ignore_errors=")
             found.update(_environment_file(path, optional=options.startswith("yes")))
     return found
+
+
+def account_of(systemd: Systemd, unit: Optional[str]) -> Account:
+    """As whom a unit's server runs; without a unit, as root. Raises Refusal where systemd gives no answer."""
+    said = _said(systemd, unit, ("User", "Group", "SupplementaryGroups"))
+    groups = said.get("SupplementaryGroups", "").split()
+    return Account(user=said.get("User", ""), group=said.get("Group", ""), supplementary=tuple(groups))
+
+
+def socket_ports(systemd: Systemd, unit: Optional[str]) -> set[int]:
+    """The TCP ports on which systemd listens for this unit, by the sockets that start it."""
+    sockets = _said(systemd, unit, ("TriggeredBy",)).get("TriggeredBy", "").split()
+    found = set()
+    for name in sockets:
+        # One line for each address, such as "[::]:30000 (Stream)".
+        for line in _said(systemd, name, ("Listen",)).get("Listen", "").split("\n"):
+            address, _, kind = line.partition(" ")
+            port = address.rpartition(":")[2]
+            if kind == "(Stream)" and port.isascii() and port.isdigit():
+                found.add(int(port))
+    return found
+
+
+def _said(systemd: Systemd, unit: Optional[str], names: Sequence[str]) -> Mapping[str, str]:
+    try:
+        return systemd.properties(unit, names) if unit else {}
+    except SystemdError as error:
+        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about {unit}: {error}", _ANSWERS) from error
 
 
 def _at_once(path: str, flags: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Optional
 
-from .model import Decision, Fate, GpuState, Plan, Refusal, Survey
+from .model import Decision, Fate, Gpu, GpuState, Leftover, Plan, Refusal, Survey, Unmet
 
 
 class Story(NamedTuple):
@@ -35,6 +35,11 @@ class Story(NamedTuple):
     rounds: int = 0
     #: The GPUs were seen clean for as long as the policy asks.
     proved: bool = False
+    #: Requirements of the policy that are not met, and what was found in shared memory.
+    unmet: tuple[Unmet, ...] = ()
+    residue: tuple[Leftover, ...] = ()
+    #: GPUs that were reset, their memory being nobody's.
+    was_reset: tuple[Gpu, ...] = ()
     #: What would help besides what the findings say.
     advice: tuple[str, ...] = ()
     refusal: Optional[Refusal] = None

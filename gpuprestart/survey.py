@@ -7,7 +7,7 @@ owns them, not what should become of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Callable, Optional
 
 from . import claims, owners, ties
@@ -16,6 +16,9 @@ from .host.systemd import SystemdError
 from .model import Claim, Decision, Gpu, Holder, Inventory, Outcome, OwnerKind, Process, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
 from .registry import SLOW, Registry
+
+#: What the policy asks to be free, and which of these processes have it.
+Look = Callable[[Sequence[int], Collection[int]], Mapping[str, tuple[int, ...]]]
 
 #: So many processes are asked for their maps at once.
 BATCH = 128
@@ -35,6 +38,7 @@ class Surveyor:
         timeout: Callable[[], float],
         foreign_claims: Callable[[], Sequence[Claim]],
         keep_claims: bool,
+        occupied: Optional[Look] = None,
     ) -> None:
         self._host = host
         self._inventory = inventory
@@ -44,6 +48,7 @@ class Surveyor:
         self._timeout = timeout
         self._foreign_claims = foreign_claims
         self._keep_claims = keep_claims
+        self._occupied = occupied or _nothing
         self._registry = Registry(host, own)
 
     def sample(self) -> dict[str, Reading]:
@@ -62,14 +67,22 @@ class Surveyor:
         swept = procfs.sweep(nodes.all, self._breathing(others))
         mapped, blind = self._mapped(nodes.all, others)
         found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours, beside=beside)
-        asked = self._registry.processes(found.keys() | beside)
+        occupied = self._occupied(others, kin)
+        taken = _by_pid(occupied, kin)
+        asked = self._registry.processes(found.keys() | beside | taken.keys())
         owned = self._registry.owners_of(asked)
         # One that is gone by the time that its owner is told has none: its unit may have gone with it.
         processes = [
             each for each in asked if owned[each.pid].kind is not OwnerKind.UNKNOWN or procfs.still_there(each)
         ]
         holders = tuple(
-            Holder(process, owned[process.pid], **found.get(process.pid, ties.Tie())._asdict()) for process in processes
+            Holder(
+                process,
+                owned[process.pid],
+                **found.get(process.pid, ties.Tie())._asdict(),
+                occupies=taken.get(process.pid, ()),
+            )
+            for process in processes
         )
         alive = frozenset(process.pid for process in processes)
         return Survey(
@@ -82,6 +95,7 @@ class Surveyor:
             pids_ours=self._pids_ours,
             kin=kin,
             claims=self._claims(),
+            occupied=occupied,
         )
 
     def again(self, survey: Survey, holders: Iterable[Holder]) -> Survey:
@@ -105,17 +119,35 @@ class Surveyor:
         return procfs.unchanged(process)
 
     def holding(self, decisions: Iterable[Decision]) -> tuple[Decision, ...]:
-        """Those that have a node as they did when they were looked at, or need none: between the walk over descriptors
-        and the look at who that was, a PID may have become another's, and what was seen of the first is nobody's."""
+        """Those that have a node or a port as they did when they were looked at, or need none: between the walk over
+        descriptors and the look at who that was, a PID may have become another's, and what was seen of the first is
+        nobody's."""
         judged = [*decisions]
         bound = [each.holder.process.pid for each in judged if each.holder.owner.kind is not OwnerKind.OWN_PREVIOUS]
         nodes = self._nodes()
         swept = procfs.sweep(nodes.all, bound)
-        mapped, _ = self._mapped(nodes.all, [pid for pid in bound if pid not in swept.opened])
+        rest = [pid for pid in bound if not nodes.all <= swept.opened.get(pid, frozenset())]
+        mapped, _ = self._mapped(nodes.all, rest)
         found = ties.tie(self._gpus, {}, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
-        return tuple(
-            each for each in judged if each.holder.process.pid in found or each.holder.process.pid not in bound
-        )
+        occupying = [each.holder.process.pid for each in judged if each.holder.occupies]
+        taken = _by_pid(self._occupied(occupying, frozenset()), frozenset()) if occupying else {}
+
+        def still(holder: Holder) -> bool:
+            pid = holder.process.pid
+            # A suspect is one by what CUDA opens; a mere client of NVML's has the node as well.
+            has_gpu = pid in found and (found[pid].cuda or bool(holder.listed))
+            return pid not in bound or pid in taken or has_gpu
+
+        return tuple(each for each in judged if still(each.holder))
+
+    def having(self, minor: Optional[int]) -> tuple[list[int], list[int]]:
+        """Who has the node of this GPU open or mapped, whoever that is, and who could not be looked into."""
+        number = procfs.device_number(f"/dev/nvidia{minor}")
+        everybody = procfs.pids()
+        device = frozenset(() if number is None else (number,))
+        swept = procfs.sweep(device, self._breathing(everybody))
+        mapped, blind = self._mapped(device, everybody)
+        return sorted(swept.opened.keys() | mapped.keys()), sorted({*swept.unreadable, *blind})
 
     def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
         """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""
@@ -200,3 +232,17 @@ class Surveyor:
                 ["the hook must see /sys/fs/cgroup: ExecStartPre=+/usr/bin/gpuprestart clean lifts the unit's sandbox"],
             )
         return pids
+
+
+def _nothing(pids: Sequence[int], kin: Collection[int]) -> Mapping[str, tuple[int, ...]]:
+    return {}
+
+
+def _by_pid(occupied: Mapping[str, tuple[int, ...]], kin: Collection[int]) -> dict[int, tuple[str, ...]]:
+    """What each process occupies. Nobody of our own is a holder of anything."""
+    found: dict[int, tuple[str, ...]] = {}
+    for clause, pids in occupied.items():
+        for pid in pids:
+            if pid not in kin:
+                found[pid] = (*found.get(pid, ()), clause)
+    return found

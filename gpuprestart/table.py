@@ -29,7 +29,8 @@ def decide(policy: Policy, survey: Survey, holder: Holder) -> Decision:
     if holder.process.pid in survey.kin:
         reason = "is PID 1, this program itself, what started it, or what that started beside it"
         return decision._replace(action=Action.REFUSE, reason=reason, hint=_look(holder))
-    only_nvml = not (holder.opened or holder.mapped) and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
+    seen = holder.opened or holder.mapped or holder.occupies
+    only_nvml = bool(holder.listed) and not seen and holder.owner.kind is not OwnerKind.OWN_PREVIOUS
     if only_nvml and holder.process.pid in survey.unreadable:
         reason = f"{decision.reason}, but it may not be looked into, and nobody is ended on NVML's word"
         return decision._replace(action=Action.REFUSE, reason=reason, blind=True)

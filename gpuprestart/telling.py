@@ -70,7 +70,7 @@ class Teller:
     def _status(self, verdict: Verdict) -> int:
         """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""
         if verdict.gpus:
-            self._print(report.overview(verdict.gpus, verdict.decisions))
+            self._print(report.overview(verdict.gpus, verdict.decisions, verdict.unmet))
             if os.geteuid() != 0:
                 self._complain("gpuprestart: this is not all, for only root may see who holds a GPU; run it as root")
             if not any(state.unknown for state in verdict.gpus):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import findings
 from .findings import Finding
-from .model import EXIT_STATUS, Fate, Outcome, OwnerKind, Process, Verdict
+from .model import EX_NOINPUT, EXIT_STATUS, Fate, Outcome, OwnerKind, Process, Verdict
 from .story import Story
 
 _ORDER = list(Outcome)
@@ -21,11 +21,12 @@ def conclude(story: Story) -> Verdict:
     outcomes = tuple(dict.fromkeys(finding.outcome for finding in found))
     first = [finding for finding in found if finding.outcome is outcomes[0]]
     hints = [hint for finding in found for hint in finding.hints]
-    if EXIT_STATUS[outcomes[0]]:
+    if EXIT_STATUS[outcomes[0]] or story.checking:
         hints += story.advice
+    about_files = outcomes[0] is Outcome.PRECONDITION and all(each.file for each in story.unmet)
     return Verdict(
         outcomes=outcomes,
-        exit=EXIT_STATUS[outcomes[0]],
+        exit=EX_NOINPUT if about_files else EXIT_STATUS[outcomes[0]],
         unit=story.unit,
         message="; ".join(finding.message for finding in first),
         hints=tuple(dict.fromkeys(hint for hint in hints if hint)),
@@ -40,6 +41,8 @@ def conclude(story: Story) -> Verdict:
         gpus=story.gpus,
         decisions=story.seen,
         fates=story.fates,
+        unmet=story.unmet,
+        residue=story.residue,
     )
 
 

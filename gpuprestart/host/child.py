@@ -35,7 +35,13 @@ class Child:
     """
 
     def __init__(self, *, answer: Callable[[Any], Any], wait: Wait, at_fork: Callable[[], None]) -> None:
+        self._answer = answer
         self._wait = wait
+        self.at_fork = at_fork
+        self.start()
+
+    def start(self) -> None:
+        """Fork it: at first, and again after its end."""
         child_reads, self._requests = os.pipe2(os.O_CLOEXEC)
         self._answers, child_writes = os.pipe2(os.O_CLOEXEC)
         self._arrived = b""
@@ -48,9 +54,9 @@ class Child:
                 os.close(self._requests)
                 os.close(self._answers)
                 _mute()
-                at_fork()
+                self.at_fork()
                 _die_with(parent)
-                _serve(answer, child_reads, child_writes)
+                _serve(self._answer, child_reads, child_writes)
                 status = 0
             finally:
                 os._exit(status)

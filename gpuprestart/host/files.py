@@ -45,6 +45,18 @@ def read_safely(path: str, *, limit: int = 65536, trusted_owner: Optional[int]) 
         walk.close()
 
 
+def trust_program(path: str, *, trusted_owner: int) -> None:
+    """Raise UnsafeFile unless this is a file that only the trusted owner or root could have put there."""
+    walk = _Walk(path, trusted_owner)
+    try:
+        if walk.open() is None:
+            raise UnsafeFile(path, "is not there")
+    except OSError as error:
+        raise UnsafeFile(path, f"cannot be looked at: {os.strerror(error.errno or 0)}") from None
+    finally:
+        walk.close()
+
+
 def as_text(path: str, content: bytes) -> str:
     """The content as UTF-8; an UnsafeFile with the line where it is not."""
     try:

@@ -7,6 +7,7 @@ no value of the model. host.nvml is the other side, and makes sense of the answe
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any, Callable
 
 #: NVML's error codes that are told apart here (nvml.h, nvmlReturn_t).
@@ -33,9 +34,14 @@ class Library:
         self._handles: dict[str, Any] = {}
 
     def __call__(self, request: tuple[Any, ...]) -> dict[str, Any]:
-        """``("init",)`` or ``("sample", [uuid, …])``. A failure of the library as a whole is an answer too."""
+        """``("init",)``, ``("sample", [uuid, …])``, ``("facts", [uuid, …], [name, …])`` or
+        ``("persistence", uuid, mode)``. A failure of the library as a whole is an answer too."""
         verb, *arguments = request
         try:
+            if verb == "persistence":
+                return self._set_persistence(*arguments)
+            if verb == "facts":
+                return self._facts(*arguments)
             return self._init() if verb == "init" else self._sample(*arguments)
         except Exception as error:  # noqa: BLE001
             # Whatever nvidia-ml-py raises here, NVMLLibraryMismatchError and ctypes errors included, is an answer to
@@ -119,6 +125,21 @@ class Library:
             listed += [(record.pid, record.usedGpuMemory, kind) for record in records]
         return {**reading, "listed": listed, "unlisted": unlisted}
 
+    def _facts(self, uuids: list[str], names: list[str]) -> dict[str, Any]:
+        return {uuid: {name: self._fact(FACTS[name], self._handles[uuid]) for name in names} for uuid in uuids}
+
+    def _fact(self, ask: Callable[[Any, Any], Any], handle: Any) -> tuple[list[int], int | None, str]:
+        """What the call returned, NVML's code and the text of its error; there is a text only where it failed."""
+        try:
+            return ([*map(int, ask(self._nvml, handle))], None, "")
+        except Exception as error:  # noqa: BLE001
+            # An nvidia-ml-py that is older than a call has no such attribute; that fails this fact alone, too.
+            return ([], _code(error), _text(error))
+
+    def _set_persistence(self, uuid: str, mode: int) -> dict[str, Any]:
+        self._nvml.nvmlDeviceSetPersistenceMode(self._handles[uuid], mode)
+        return {}
+
     def _processes(self, call: str, handle: Any) -> Any:
         """The newest list that the library has: before R510 there is only the one with the suffix _v2 (nvml.h)."""
         try:
@@ -152,6 +173,21 @@ class Library:
                 raise
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         return (memory.used, memory.free, memory.total, None, "v1")
+
+
+#: What can be asked of a GPU besides a sample, each with the call that tells it and its numbers in their order.
+FACTS: Mapping[str, Callable[[Any, Any], Iterable[int]]] = {
+    "compute_mode": lambda nvml, handle: [nvml.nvmlDeviceGetComputeMode(handle)],
+    "persistence": lambda nvml, handle: [nvml.nvmlDeviceGetPersistenceMode(handle)],
+    # The mode that is on, and the one that a reset brings.
+    "mig": lambda nvml, handle: nvml.nvmlDeviceGetMigMode(handle),
+    # Rows that were remapped for corrected and for uncorrected errors, whether some are pending, whether one failed.
+    "remapped_rows": lambda nvml, handle: nvml.nvmlDeviceGetRemappedRows(handle),
+    "retired_pages": lambda nvml, handle: [nvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)],
+    "uncorrected_errors": lambda nvml, handle: [
+        nvml.nvmlDeviceGetTotalEccErrors(handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC)
+    ],
+}
 
 
 def load_pynvml() -> Any:

@@ -27,6 +27,13 @@ def capability(minor: int | None, gpu_instance: int) -> str:
     return f"/dev/nvidia-caps/({wanted})"
 
 
+def switched() -> bool:
+    """Whether GPUs of this machine are joined by an NVSwitch, whose fabric a reset of one may break."""
+    import glob
+
+    return bool(glob.glob("/dev/nvidia-nvswitch*") or glob.glob("/proc/driver/nvidia-nvswitch"))
+
+
 def traces() -> list[str]:
     """What on this machine speaks of an NVIDIA GPU: device nodes, the kernel module, devices on the PCI bus."""
     import glob

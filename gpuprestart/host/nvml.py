@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..faults import Died, Silent
 from ..model import Gpu, Inventory, Listed, Memory, Reading
@@ -29,6 +29,9 @@ REMEDIES = {
 LOOK = "look for NVRM and Xid in dmesg, and whether nvidia-smi works"
 
 LIBRARY_NOT_FOUND = 12
+NOT_SUPPORTED = 3
+FUNCTION_NOT_FOUND = 13
+GPU_IS_LOST = 15
 
 #: Before R470 the UUID of an instance is that of its GPU with two numbers behind it.
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z-]+(?:/[0-9]+/[0-9]+)?")
@@ -52,6 +55,29 @@ class Unanswered(DriverError):
     """Nothing was said in time; the answer may still come."""
 
 
+class Fact(NamedTuple):
+    """What one call of NVML says of one GPU: its numbers, or ``fault``, and NVML's ``code`` if that is what failed."""
+
+    values: tuple[int, ...] = ()
+    fault: str = ""
+    code: int | None = None
+
+    @property
+    def unsupported(self) -> bool:
+        """The GPU has no such thing."""
+        return self.code == NOT_SUPPORTED
+
+    @property
+    def lost(self) -> bool:
+        """The GPU has fallen off the bus, or cannot be reached any more."""
+        return self.code == GPU_IS_LOST
+
+    @property
+    def outdated(self) -> bool:
+        """The driver is older than the call."""
+        return self.code == FUNCTION_NOT_FOUND
+
+
 class Answers(Protocol):
     """The part of child.Child that is used here."""
 
@@ -60,11 +86,20 @@ class Answers(Protocol):
     def receive(self, timeout: float) -> Any: ...
 
 
+class Renewable(Protocol):
+    """The rest of it: it can be ended, and another one started in its place."""
+
+    def end(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+
 class Driver:
     """The driver as the run sees it. Every call raises DriverError after its timeout in seconds."""
 
-    def __init__(self, child: Answers) -> None:
+    def __init__(self, child: Answers, process: Renewable | None = None) -> None:
         self._child = child
+        self._process = process
         self._inventory: Inventory | None = None
         #: Answers that were given up on. Should they still come, they come before any other.
         self._late = 0
@@ -82,18 +117,50 @@ class Driver:
     def sample(self, gpus: Iterable[Gpu], timeout: float) -> dict[str, Reading]:
         """A reading of each GPU by UUID. A GPU that failed at the start has a reading that says so."""
         reachable = [gpu for gpu in gpus if gpu.uuid and not gpu.fault]
-        self._child.send(("sample", [gpu.uuid for gpu in reachable]))
-        self._late += 1
-        until = time.monotonic() + timeout
-        while self._late:
-            answer = self._receive("a query", max(0.0, until - time.monotonic()), timeout)
-            self._late -= 1
+        answer = self._ask(("sample", [gpu.uuid for gpu in reachable]), timeout)
         readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
         pid_max = _pid_max()
         with _making_sense("a query"):
             for gpu in reachable:
                 readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
         return readings
+
+    def facts(self, gpus: Iterable[Gpu], names: Sequence[str], timeout: float) -> dict[Gpu, dict[str, Fact]]:
+        """What library.FACTS has under these names, of GPUs that are no instances. One that failed at the start is
+        not asked again."""
+        known = [*gpus]
+        reachable = [gpu for gpu in known if gpu.uuid and not gpu.fault]
+        answer = self._ask(("facts", [gpu.uuid for gpu in reachable], [*names]), timeout) if reachable else {}
+        found = {gpu: dict.fromkeys(names, Fact(fault=gpu.fault or "has no UUID")) for gpu in known}
+        with _making_sense("a query"):
+            for gpu in reachable:
+                found[gpu] = {name: _fact(*answer[gpu.uuid][name]) for name in names}
+        return found
+
+    def set_persistence(self, gpu: Gpu, mode: int, timeout: float) -> None:
+        self._ask(("persistence", gpu.uuid, mode), timeout)
+
+    def let_go(self) -> bool:
+        """End the child, which has the devices open; False where it hangs. Only come_back() may follow."""
+        return self._process is not None and self._process.end()
+
+    def come_back(self, timeout: float) -> None:
+        """Start another child, and have it find the GPUs again."""
+        if self._process is not None:
+            self._process.start()
+            self._child.send(("init",))
+        self._inventory, self._late = None, 0
+        self.inventory(timeout)
+
+    def _ask(self, request: tuple[Any, ...], timeout: float) -> Any:
+        """The answer to this request, behind those that may still come to earlier ones."""
+        self._child.send(request)
+        self._late += 1
+        until = time.monotonic() + timeout
+        while self._late:
+            answer = self._receive("a query", max(0.0, until - time.monotonic()), timeout)
+            self._late -= 1
+        return answer
 
     def _receive(self, what: str, left: float, timeout: float) -> Any:
         try:
@@ -162,6 +229,11 @@ def _pid_max() -> int:
             return int(file.read())
     except OSError:
         return 1 << 22
+
+
+def _fact(values: Any, code: Any, fault: Any) -> Fact:
+    numbers = tuple(_typed(int, value) for value in values)
+    return Fact(values=numbers, code=_typed((int, type(None)), code), fault=_typed(str, fault))
 
 
 def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:

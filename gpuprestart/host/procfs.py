@@ -6,13 +6,14 @@ for ``slow``, which runs in a child: cmdline, maps and name services can hang fo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Callable, NamedTuple, TypeVar
 
 from ..model import Process
 
@@ -244,8 +245,57 @@ def sweep(devices: Iterable[int], candidates: Iterable[int]) -> Sweep:
     return Sweep(opened=opened, unreadable=tuple(unreadable))
 
 
+def sockets_of(pids: Iterable[int], inodes: Collection[int]) -> dict[int, frozenset[int]]:
+    """Which of these sockets each process has open, in any thread, by the inodes of the sockets; who may not be looked
+    into is seen to have none."""
+    wanted = {f"socket:[{inode}]": inode for inode in inodes}
+
+    def among(table: int, name: str) -> int | None:
+        # A link of /proc is read without asking anybody else.
+        with contextlib.suppress(OSError):
+            return wanted.get(os.readlink(name, dir_fd=table))
+        return None
+
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(PermissionError):
+            found[pid] = _open_in(pid, among)
+    return {pid: inodes for pid, inodes in found.items() if inodes}
+
+
+def files_of(pid: int, devices: Collection[int]) -> frozenset[tuple[int, int]]:
+    """The files on these file systems that any thread of the process has open, each by the numbers of its device and
+    inode. Raises PermissionError where it may not be looked into."""
+    libc = _load_libc()
+
+    def among(table: int, name: str) -> tuple[int, int] | None:
+        if libc.statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_INO, _statx) != 0:
+            # It is closed by now; or the list may be read and not what is on it, and this says so.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.readlink(name, dir_fd=table)
+            return None
+        device = os.makedev(*_DEV.unpack_from(_statx, 136))
+        return (device, *_INO.unpack_from(_statx, 32)) if device in devices else None
+
+    return _open_in(pid, among)
+
+
 def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
-    """Device numbers that any thread of the process has open.
+    """Device numbers that any thread of the process has open."""
+
+    def among(table: int, name: str) -> int | None:
+        number = _device_behind(table, name)
+        return number if number in wanted else None
+
+    return _open_in(pid, among)
+
+
+#: What is looked for among descriptors: the number of a device or a socket, or a file.
+Seen = TypeVar("Seen", int, "tuple[int, int]")
+
+
+def _open_in(pid: int, among: Callable[[int, str], Seen | None]) -> frozenset[Seen]:
+    """What is looked for among the descriptors of all threads of a process.
 
     Threads nearly always share one table, but they need not, and a leader that has exited shows an empty one while its
     threads live on; so each table is looked at once.
@@ -254,21 +304,21 @@ def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
         threads = sorted(int(name) for name in os.listdir(f"/proc/{pid}/task"))
     except (FileNotFoundError, ProcessLookupError):
         return frozenset()
-    found: set[int] = set()
+    found: set[Seen] = set()
     scanned: list[int] = []
     for thread in threads:
         # In doubt two threads share nothing, which only costs a second look.
         if any(kcmp_files(other, thread) == 0 for other in scanned):
             continue
-        numbers = _open_devices(f"/proc/{pid}/task/{thread}/fd", wanted)
+        numbers = _found_in(f"/proc/{pid}/task/{thread}/fd", among)
         if numbers is not None:
             scanned.append(thread)
             found |= numbers
     return frozenset(found)
 
 
-def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
-    """Wanted device numbers in one fd directory; None if there is nothing to see, as for an exited leader."""
+def _found_in(path: str, among: Callable[[int, str], Seen | None]) -> set[Seen] | None:
+    """What is looked for in one fd directory; None if there is nothing to see, as for an exited leader."""
     try:
         table = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
@@ -277,8 +327,8 @@ def _open_devices(path: str, wanted: frozenset[int]) -> set[int] | None:
     try:
         names = os.listdir(table)
         for name in names:
-            number = _device_behind(table, name)
-            if number is not None and number in wanted:
+            number = among(table, name)
+            if number is not None:
                 found.add(number)
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -306,15 +356,16 @@ def _kind(directory: int, path: bytes) -> tuple[int | None, int]:
     return mode, os.makedev(*_RDEV.unpack_from(_statx, 128))
 
 
-#: struct statx is 256 bytes: stx_uid is at 20, stx_mode at 28, stx_rdev_major and _minor at 128
-#: (include/uapi/linux/stat.h).
+#: struct statx is 256 bytes: stx_uid is at 20, stx_mode at 28, stx_ino at 32, stx_rdev_major and _minor at 128,
+#: stx_dev_major and _minor at 136 (include/uapi/linux/stat.h).
 _statx: Any = None
 _MODE = struct.Struct("H")
 _UID = struct.Struct("I")
-_RDEV = struct.Struct("II")
+_INO = struct.Struct("Q")
+_RDEV = _DEV = struct.Struct("II")
 _AT_FDCWD = -100
 _AT_STATX_DONT_SYNC = 0x4000
-_STATX_TYPE, _STATX_MODE, _STATX_UID = 1, 2, 8
+_STATX_TYPE, _STATX_MODE, _STATX_UID, _STATX_INO = 1, 2, 8, 0x100
 
 _libc: Any = None
 #: SYS_kcmp by machine, from the kernel's system call tables.
@@ -368,8 +419,11 @@ def wchan(pid: int) -> str:
 
 def slow(request: tuple[str, Any]) -> Any:
     """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("maps", ([pid, …], [device number, …]))``,
-    ``("user", uid)``, ``("uid", name)``, ``("search", (pattern, text))``."""
+    ``("matching", ([pid, …], [pattern, …]))``, ``("user", uid)``, ``("uid", name)``, ``("search", (pattern, text))``.
+    """
     verb, argument = request
+    if verb == "matching":
+        return _matching(*argument)
     if verb == "maps":
         return _mapped(*argument)
     if verb == "cmdline":
@@ -406,6 +460,18 @@ def _found(pattern: str, text: str) -> bool:
     return re.search(pattern, text) is not None
 
 
+def _matching(pids: list[int], patterns: list[str]) -> dict[int, list[int]]:
+    """Which of these patterns are found in each process's command line, by their numbers; who matches none, or has
+    none, is left out."""
+    found = {}
+    for pid in pids:
+        text = " ".join(_cmdline(pid) or [])
+        numbers = [number for number, pattern in enumerate(patterns) if text and _found(pattern, text)]
+        if numbers:
+            found[pid] = numbers
+    return found
+
+
 #: A line of a maps file that may be a device: its address range, device and inode, and path. What lies where programs
 #: and libraries do is none, and there is so much of it that it is passed over.
 _MAPPING = re.compile(
@@ -420,8 +486,7 @@ def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
     found: dict[int, list[int] | None] = {}
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/maps", "rb") as file:
-                text = file.read(left)
+            thread, text = _maps(pid, left)
         except PermissionError:
             found[pid] = None
             continue
@@ -434,8 +499,18 @@ def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
                 found[pid] = None
             break
         left -= len(text)
-        found[pid] = _devices_among(pid, text, devices)
+        found[pid] = _devices_among(thread, text, devices)
     return found
+
+
+def _maps(pid: int, most: int) -> tuple[int, bytes]:
+    """The maps of a process, and a thread that has them: a leader that has exited has none, its threads live on."""
+    for thread in (pid, *(int(name) for name in os.listdir(f"/proc/{pid}/task"))):
+        with open(f"/proc/{thread}/maps", "rb") as file:
+            text = file.read(most)
+        if text:
+            return thread, text
+    return pid, b""
 
 
 def _devices_among(pid: int, maps: bytes, devices: list[int]) -> list[int]:

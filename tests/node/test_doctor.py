@@ -610,7 +610,7 @@ MODULES = "/usr/lib/python3/dist-packages"
     [
         (
             f"echo 'raise ImportError(1)' > /tmp/t; mount --bind /tmp/t {MODULES}/psutil/__init__.py",
-            {"modules": "fault"},
+            {"modules": "remark"},
         ),
         (f"mount -t tmpfs none {MODULES}/systemd", {"modules": "remark"}),
         ("mount -t tmpfs none /run/systemd/journal", {"journal": "remark"}),

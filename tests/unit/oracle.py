@@ -201,7 +201,7 @@ class Oracle:
         if key == "user":
             return actor.uid == int(value)
         if key == "age":
-            return world.looked_at - actor.started / TICKS >= SECONDS[value]
+            return world.judged_at - actor.started / TICKS >= SECONDS[value]
         if key == "cmdline" and not world.cmdlines.get(actor.pid):
             return None
         text = {"comm": actor.look.comm, "exe": actor.look.exe, "cmdline": actor.cmdline}[key]
@@ -252,8 +252,14 @@ class Oracle:
             for card in world.selected
             if self._unexplained(world, card) > self._most
         }
+        self._over(world)
         self._looks.append(copy.copy(world))
         self._looks[-1].given = dict(world.given)
+
+    def _over(self, world: World) -> None:
+        """The last look is."""
+        if self._looks:
+            self._looks[-1].judged_at = world.judged_at
 
     def signalled(self, world: World, actor: Actor, name: str) -> None:
         for wrong in self._wrong(world, actor, name):
@@ -356,6 +362,7 @@ class Oracle:
     # The verdict -----------------------------------------------------------------------------------------------------
 
     def concluded(self, world: World, verdict: Verdict) -> None:
+        self._over(world)
         outcomes = [outcome.value for outcome in verdict.outcomes]
         found = self._status(world, verdict, outcomes) + self._late(world) + self._fates(world, verdict)
         found += self._untrue(world, outcomes)
@@ -427,8 +434,11 @@ class Oracle:
         stays = ("refuse", "wait", "spare")
         once = [self.claimed(world, [each]) for each in world.window]
         for seen in (*self._looks[-1:], world):
-            once += [self.in_the_way(seen, ("refuse", "wait"), [each]) for each in world.window]
-            once += [self._shared(seen, actor, stays) for each in world.window for actor in each.processes.values()]
+            for each in world.window:
+                then = copy.copy(seen)
+                then.window = [each]
+                once.append(self.in_the_way(then, ("refuse", "wait")))
+                once += [self._shared(then, actor, stays) for actor in each.processes.values()]
         # Whose PID became another's may be seen with neither's nodes, and so by NVML alone.
         reused = len({each.identity for state in world.window for each in state.processes.values()}) > len(
             {pid for state in world.window for pid in state.processes}

@@ -117,6 +117,8 @@ class World:
         #: Everything since the last look began, and when that was.
         self.window: list[State] = []
         self.looked_at = BEGAN
+        #: When the last look was over, which is when ages are taken.
+        self.judged_at = BEGAN
         self.looks = 0
         #: What the driver last said of each GPU and how well it was then, and all that it said, with the time.
         self.given: dict[str, Mapping[str, Any]] = {}
@@ -154,8 +156,9 @@ class World:
         """The whole program on this machine; the verdict is without the time of day."""
         named = self.machine.own.name[: -len(".service")] if self.machine.mode == "named" else None
         with pytest.MonkeyPatch.context() as patch:
-            for module in (hook, loop, survey):
+            for module in (hook, loop):
                 patch.setattr(module, "clock", lambda: self.now)
+            patch.setattr(survey, "clock", self._judged)
             for name in ("pids", "read", "lineage", "commands", "own_cgroup", "sweep", "device_number"):
                 patch.setattr(procfs, name, getattr(self, f"_{name}"))
             patch.setattr(procfs, "own_pid_namespace", lambda: OURS)
@@ -174,6 +177,10 @@ class World:
             patch.setattr(os, "getpid", lambda: US)
             return hook.run(Options(unit=named), self._neighbours(), checking=checking)._replace(time=0.0)
 
+    def _judged(self) -> float:
+        self.judged_at = self.now
+        return self.now
+
     def _neighbours(self) -> Neighbours:
         machine = self.machine
         locks: Any = SimpleNamespace(take=self._lock, release=lambda: None)
@@ -189,6 +196,7 @@ class World:
             driver=nvml.Driver(self),
             systemd=Bus(self),
             ask=self._ask,
+            ask_files=self._ask,
             children=lambda: {ASKER, ANSWERER},
             write=self.records.append,
             say_status=lambda text: None,
@@ -197,6 +205,7 @@ class World:
             locks=locks,
             claims=claims,
             bypasses=nothing,
+            run_program=nothing,
         )
 
     def _clocks(self) -> Any:

@@ -89,15 +89,15 @@ def test_host_modules_know_neither_the_stages_nor_one_another(name: str) -> None
 def test_only_evict_can_signal() -> None:
     assert {name for name in TREES if ".host.pidfd" in imported(name)} == {"evict"}
     assert where("signal.pidfd_send_signal") == {"host/pidfd"}
-    # The one other kill() is of our own unreaped child, whose PID cannot be another's.
-    assert where("os.kill", "os.killpg", "signal.pthread_kill", "psutil.Process.kill") == {"host/child"}
+    # The other kills are of our own unreaped children, whose PIDs and groups cannot be another's.
+    assert where("os.kill", "os.killpg", "signal.pthread_kill", "psutil.Process.kill") == {"host/child", "host/program"}
     sends = {name for name in TREES if any(found.endswith(".send_signal") for found in attributes(name))}
     assert sends == set()
 
 
 def test_only_cli_knows_the_command_line_the_environment_and_the_exit() -> None:
     assert where("sys.argv", "os.environ", "os.getenv", "os.putenv", "sys.exit") == {"cli"}
-    assert where("os._exit") == {"cli", "host/child"}
+    assert where("os._exit") == {"cli", "host/child", "host/program"}
     assert where("os.abort") <= {"cli"}
 
 

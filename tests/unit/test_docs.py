@@ -29,7 +29,8 @@ def _uncommented(text: str) -> str:
 
 def _keys(policy: Policy) -> tuple[object, ...]:
     """Everything in a policy but its rules and where it was read."""
-    return (policy.gpus.select, policy.memory, policy.deadline, policy.dedicated, policy.nvml)
+    besides = (policy.require, policy.residue, policy.reset, policy.hooks)
+    return (policy.gpus.select, policy.memory, policy.deadline, policy.dedicated, policy.nvml, *besides)
 
 
 def _settings(text: str) -> list[str]:
@@ -57,9 +58,10 @@ def test_the_journal_fields_in_the_readme() -> None:
 
 
 def test_the_policy_in_the_readme() -> None:
-    (block,) = re.findall(r"^```toml\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
-    policy = parse([Layer("README.md", block)])
+    site, overlay = re.findall(r"^```toml\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    policy = parse([Layer("policy.toml", site), Layer("sglang-qwen.service.toml", overlay, overlay=True)])
     assert policy.dedicated and len(policy.rules) == 1
+    assert policy.require.ports == (30000,) and policy.residue.asked
 
 
 def test_the_drop_in_in_the_readme() -> None:

@@ -19,6 +19,7 @@ from gpuprestart.model import (
     Gpu,
     GpuState,
     Holder,
+    Leftover,
     Memory,
     Outcome,
     Owner,
@@ -26,6 +27,7 @@ from gpuprestart.model import (
     Process,
     Reading,
     Unit,
+    Unmet,
     Verdict,
 )
 
@@ -91,6 +93,20 @@ def verdict(*outcomes: Outcome) -> Verdict:
     )
 
 
+def unmet(subject: str = "GPU-00000003", hint: str = "nvidia-smi -i 3 -pm 1") -> Unmet:
+    message = f"GPU 3 ({subject}): persistence mode is off, on is asked for (require.persistence)"
+    return Unmet("persistence", subject, message, hint)
+
+
+def leftover(name: str = "nccl-1a2b", fate: str = "removed", size: int = 3 * MIB) -> Leftover:
+    reasons = {
+        "removed": "was nobody's any more",
+        "kept": "is a directory",
+        "failed": "could not be removed: I/O error",
+    }
+    return Leftover("shm", name, size, fate, reasons[fate])
+
+
 def samples(comm: str = "python3", text: str = "GPU 3 is lost") -> dict[str, events.Record]:
     one, gpus = decision(comm=comm), [state()]
     return {
@@ -101,6 +117,9 @@ def samples(comm: str = "python3", text: str = "GPU 3 is lost") -> dict[str, eve
         "holder-survived": events.holder_survived(CONTEXT, one, gpus, seconds=10.0, state="D", wchan="uvm_spin_loop"),
         "memory-freed": events.memory_freed(CONTEXT, state(), state(used=3 * MIB), seconds=45.01),
         "gpu-verdict": events.gpu_verdict(CONTEXT, state()),
+        "gpu-reset": events.gpu_reset(CONTEXT, state().gpu),
+        "precondition-failed": events.precondition_failed(CONTEXT, unmet(comm)),
+        "residue": events.residue(CONTEXT, [leftover(comm)]),
         "bypass-granted": events.bypass_granted(CONTEXT, by="alice", until="14:03:22"),
         "hook-disabled": events.hook_disabled(CONTEXT, by="alice"),
         "verdict": events.verdict(verdict(Outcome.PROTECTED)),
@@ -116,7 +135,7 @@ def test_every_kind_has_a_sample_and_carries_the_context() -> None:
         assert record.fields["GPUPRESTART_EVENT"] == event
         assert record.fields["GPUPRESTART_UNIT"] == "sglang-qwen.service"
         assert record.fields["GPUPRESTART_RUN"] == "0123abcd"
-        assert "GPU" in record.message and not record.message.endswith(".")
+        assert ("GPU" in record.message or event == "residue") and not record.message.endswith(".")
 
 
 def test_message_ids_are_128_bits_and_unique() -> None:
@@ -276,6 +295,51 @@ def test_gpu_verdict() -> None:
     assert "GPU_USED_BYTES" not in lost.fields and "GPU_LIMIT_BYTES" not in lost.fields
     full = events.gpu_verdict(CONTEXT, state(used=3 * MIB, fault="10 MiB free, 20 MiB needed (memory.min_free)"))
     assert full.message.endswith(": 10 MiB free, 20 MiB needed (memory.min_free)")
+
+
+def test_precondition_failed() -> None:
+    record = events.precondition_failed(CONTEXT, unmet())
+    assert record.message.endswith("persistence mode is off, on is asked for (require.persistence)")
+    assert record.priority == events.ERR
+    assert record.fields == {
+        "GPUPRESTART_EVENT": "precondition-failed",
+        "GPUPRESTART_UNIT": "sglang-qwen.service",
+        "GPUPRESTART_RUN": "0123abcd",
+        "GPUPRESTART_CHECK": "persistence",
+        "GPUPRESTART_SUBJECT": "GPU-00000003",
+        "GPUPRESTART_HINT": "nvidia-smi -i 3 -pm 1",
+    }
+    assert "GPUPRESTART_HINT" not in events.precondition_failed(CONTEXT, unmet(hint="")).fields
+
+
+@pytest.mark.parametrize(
+    ("fates", "priority", "removed"),
+    [
+        (["removed", "removed", "kept"], events.NOTICE, 2),
+        (["kept"], events.INFO, 0),
+        (["removed", "failed"], events.WARNING, 1),
+    ],
+)
+def test_residue_is_told_by_its_fate(fates: list[str], priority: int, removed: int) -> None:
+    found = [leftover(f"nccl-{number}", fate) for number, fate in enumerate(fates)]
+    record = events.residue(CONTEXT, found)
+    assert record.priority == priority
+    assert record.fields["GPUPRESTART_REMOVED"] == str(removed)
+    assert record.fields["GPUPRESTART_REMOVED_BYTES"] == str(removed * 3 * MIB)
+    told = record.fields["GPUPRESTART_RESIDUE"]
+    assert [each.split()[:2] for each in ([told] if isinstance(told, str) else told)] == [
+        ["shm", each.name] for each in found
+    ]
+    for each in found:
+        assert each.name in record.message
+    assert ("could not be removed" in record.message) == ("failed" in fates)
+
+
+def test_residue_names_the_first_and_counts_the_rest() -> None:
+    found = [leftover(f"nccl-{number:04}") for number in range(500)]
+    record = events.residue(CONTEXT, found)
+    assert "500 removed (1500 MiB: nccl-0000, " in record.message and "nccl-0004" not in record.message
+    assert "and 496 more" in record.message and len(record.fields["GPUPRESTART_RESIDUE"]) == events.MOST_HINTS
 
 
 def test_just_over_the_limit_reads_so() -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from gpuprestart.commandline import EX_USAGE
-from gpuprestart.model import EXIT_STATUS, Outcome
+from gpuprestart.model import EX_NOINPUT, EXIT_STATUS, Outcome
 
 REPOSITORY = Path(__file__).parents[2]
 TEXT = (REPOSITORY / "docs" / "failure-modes.md").read_text(encoding="utf-8")
@@ -20,8 +20,8 @@ ROWS = [
     for line in TEXT.splitlines()
     if line.startswith("| ") and line != HEAD
 ]
-#: What is told elsewhere, because an operator or the policy has asked for it.
-ELSEWHERE = {Outcome.PRECONDITION, Outcome.BYPASSED}
+#: What is told elsewhere, because an operator has asked for it.
+ELSEWHERE = {Outcome.BYPASSED}
 
 
 @cache
@@ -42,7 +42,8 @@ def test_every_outcome_is_there_with_its_status() -> None:
     assert {(f"`{each.value}`", str(EXIT_STATUS[each])) for each in set(Outcome) - ELSEWHERE} <= told
     # Beside them there is what ends without a verdict: by a signal, or by a command line that is wrong.
     others = told - {(f"`{each.value}`", str(EXIT_STATUS[each])) for each in Outcome}
-    assert others == {("no verdict", "signal"), ("no verdict", str(EX_USAGE))}
+    about_files = ("`precondition`", str(EX_NOINPUT))
+    assert others == {("no verdict", "signal"), ("no verdict", str(EX_USAGE)), about_files}
 
 
 def test_an_outcome_stands_below_the_heading_that_names_it() -> None:

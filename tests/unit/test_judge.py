@@ -418,6 +418,10 @@ def test_no_client_of_a_server_that_somebody_alive_uses_is_ended() -> None:
     assert "a client of an MPS server that somebody else uses too" in found.blocking[0].reason
     found = plan(stale, previous, used=(1523,))
     assert (found.blocking, pids(found.evict)) == ((), [11, 12])
+    # One that uses the server on other GPUs only is nobody's to end, and stale all the same.
+    elsewhere = holder(pid=13, opened=())._replace(kinds=served)
+    found = plan(elsewhere, previous, used=(3,))
+    assert (found.blocking, pids(found.evict)) == ((), [12])
 
 
 @pytest.mark.case("A9")

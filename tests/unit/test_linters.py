@@ -23,8 +23,10 @@ NEEDED = (
     "pytest>=8,<9",
     "hypothesis>=6.100,<7",
     "jsonschema>=4.17,<5",
+    "numpy>=1.22",
     "nvidia-ml-py>=12.535.133",
     "psutil>=5.8",
+    "safetensors>=0.4,<1",
     "tomli>=2.0",
 )
 

@@ -88,10 +88,11 @@ class Run:
         monkeypatch.setattr(pidfd, "send", send)
         monkeypatch.setattr(pidfd, "close", lambda descriptor: None)
 
-    def clean(self, text: str = "", deadline: float = 120.0, protected_until: float = 0.0) -> bool:
+    def clean(self, text: str = "", deadline: float = 120.0, protected_until: float = 0.0, **stages: Any) -> bool:
         host: Any = SimpleNamespace(wait=self.machine.wait, say_status=lambda said: None)
         surveyor: Any = self.machine
-        return loop.clean(policy(text), surveyor, host, self.ledger, deadline=deadline, protected_until=protected_until)
+        stages.update(deadline=deadline, protected_until=protected_until)
+        return loop.clean(policy(text), surveyor, host, self.ledger, **stages)
 
     def fates(self) -> dict[int, Fate]:
         return {pid: fate for (pid, _), fate in self.ledger.story().fates.items()}
@@ -206,3 +207,45 @@ def test_a_suspect_beside_an_ended_holder_has_its_term(begin: Begin) -> None:
 def test_a_suspect_is_left_alone_where_the_memory_comes_back(begin: Begin) -> None:
     run: Run = begin(lambda now: 3 if now > 8 else 1523, lambda now: [stale(10), stale(11, None)])
     assert run.clean('[deadline]\nterm = "10 s"\n') and list(run.machine.ended) == [10]
+
+
+def test_what_is_run_before_the_first_signal_is_run_once_for_whom_it_is_about(begin: Begin) -> None:
+    """It takes its time, so everything is looked at again before the signal; it has half of the time there is."""
+    told: list[tuple[int, list[tuple[int, str]], float]] = []
+    run: Run = begin(lambda now: 3 if run.machine.ended else 1523, lambda now: [stale(10), stale(11)])
+    run.machine.changed = {11}
+
+    class Hook:
+        def due(self, decision: Decision) -> bool:
+            return decision.holder.process.pid not in {pid for pid, _, _ in told}
+
+        def __call__(self, decision: Decision, gpus: object, *, until: float) -> None:
+            told.append((decision.holder.process.pid, [*run.signals], until))
+            run.machine.now += 7.0
+
+    assert not run.clean(deadline=100.0, before_kill=Hook())
+    assert told == [(10, [], 50.0)] and run.signals == [(10, "SIGTERM")]
+    told.clear()
+    came: Run = begin(
+        lambda now: 1523, lambda now: [stale(10), *([holder(9, ACTIVE, listed={0: 500})] if now > 3 else [])]
+    )
+    run = came
+    assert not came.clean(before_kill=Hook()) and len(told) == 1 and came.signals == []
+
+
+def test_the_last_resort_is_taken_when_it_falls_due_and_its_result_is_looked_at(begin: Begin) -> None:
+    taken: list[float] = []
+    run: Run = begin(lambda now: 3 if taken else 1523)
+
+    class Resort:
+        def moment(self, plan: object) -> float:
+            return float("inf") if taken else 33.3
+
+        def due(self, plan: object) -> bool:
+            return run.machine.now >= self.moment(plan)
+
+        def __call__(self, survey: object, plan: object) -> None:
+            taken.append(run.machine.now)
+
+    assert run.clean(last_resort=Resort())
+    assert taken == [pytest.approx(33.3, abs=0.2)] and run.machine.now >= taken[0] + 0.5

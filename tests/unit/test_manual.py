@@ -21,7 +21,7 @@ from gpuprestart import bypass, cli, commandline, dropin, events, places, policy
 from gpuprestart.commandline import EX_USAGE
 from gpuprestart.host import files
 from gpuprestart.model import EXIT_STATUS, Action, Outcome, Refusal
-from gpuprestart.policy import Layer, Policy, parse
+from gpuprestart.policy import Layer, Policy, Require, parse
 
 from .verbs import ALONE, EVERY, OPTIONS
 
@@ -31,7 +31,7 @@ PROGRAM, FORMAT = (path.read_text(encoding="utf-8") for path in PAGES.values())
 SCHEMA: Any = json.loads((REPOSITORY / "packaging/gpuprestart.schema.json").read_text(encoding="utf-8"))
 
 #: Options of other programs that examples have.
-FOREIGN = {"--grep", "--since"}
+FOREIGN = {"--grep", "--since", "--gpu-reset", "--pid", "--port"}
 
 
 def section(page: str, heading: str) -> str:
@@ -153,7 +153,7 @@ def test_every_variable_that_is_read_or_dropped_is_there_and_no_other() -> None:
         for found in pair
         if found
     }
-    assert read == {"SYSTEMD_EXEC_PID", "INVOCATION_ID", "NOTIFY_SOCKET", "JOURNAL_STREAM"}
+    assert read == {"SYSTEMD_EXEC_PID", "INVOCATION_ID", "NOTIFY_SOCKET", "JOURNAL_STREAM", "PATH"}
     told = [word for term, _ in definitions(section(PROGRAM, "ENVIRONMENT")) for word in literals(term)]
     assert sorted(told) == sorted([*settings.VARIABLES, *read, *(f"{prefix}*" for prefix in cli.SUSPECT)])
 
@@ -189,12 +189,13 @@ def test_the_limits_are_those_of_the_program(tmp_path: Path) -> None:
 
 
 def _told_keys(text: str) -> list[tuple[str, str]]:
-    """Every key that has an entry, with the default that its term has."""
+    """Every key that has an entry, with the default that its term has; or its text, where that is too long for one."""
     found = []
-    for term, _ in definitions(text):
+    for term, said in definitions(text):
         keys = [word for word in literals(term) if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", word)]
         _, _, default = term.partition("` = `")
-        found += [(key, default.rstrip("`")) for key in keys]
+        long = re.match(r"Default: `([^`\n]+)`\n", said)
+        found += [(key, long[1] if long else default.rstrip("`")) for key in keys]
     return found
 
 
@@ -206,18 +207,41 @@ def test_every_key_is_there_with_its_default_and_no_other() -> None:
         read = parse([Layer("policy.toml", f"[{table}]\n{name} = {default}\n")])
         assert _plain(read) == _plain(Policy()), key
         # It is this key that the value was read for, and not only one that is the same as ever.
-        other = parse([Layer("policy.toml", f"[{table}]\n{name} = {_another(default)}\n")])
+        other = parse([Layer("policy.toml", f"[{table}]\n{name} = {_another(key, default)}\n")])
         assert _plain(other) != _plain(Policy()), key
 
 
 def _plain(read: Policy) -> tuple[object, ...]:
-    return (read.gpus.select, read.memory, read.deadline, read.dedicated, read.nvml)
+    """Everything in a policy but its rules and where it was read."""
+    besides = (read.require, read.residue, read.reset, read.hooks)
+    return (read.gpus.select, read.memory, read.deadline, read.dedicated, read.nvml, *besides)
 
 
-def _another(default: str) -> str:
+#: Values that are not the default, of the keys that have none of a common kind.
+_OTHERS = {
+    "require.ports": "[30000]",
+    "require.processes": "['x']",
+    "require.disk": '{ "/x" = "7 MiB" }',
+    "require.executables": '["/x"]',
+    "require.models": '["/x"]',
+    "require.checksums": '"SHA256SUMS"',
+    "require.gpu_count": "8",
+    "require.driver": '">=570"',
+    "residue.shm_patterns": '["x*"]',
+    "reset.command": '"/x"',
+    "hooks.before_kill": '["/x", "{pid}"]',
+    "gpus.select": '"all"',
+}
+
+
+def _another(key: str, default: str) -> str:
     """Another value of the same kind."""
-    words = {'"unit"': '"all"', "false": "true", '"holders"': '"refuse"', '"refuse"': '"pass"', '"auto"': '"ours"'}
-    return words.get(default) or ('"7 s"' if "s" in default else '"7 MiB"')
+    if key in _OTHERS:
+        return _OTHERS[key]
+    others = [word for word in _choices().get(key, []) if f'"{word}"' != default]
+    if others:
+        return f'"{others[-1]}"'
+    return "true" if default == "false" else '"7 s"' if default.endswith(('s"', 'min"')) else '"7 MiB"'
 
 
 def test_every_key_of_a_rule_is_there_and_no_other() -> None:
@@ -255,10 +279,10 @@ def _choices() -> Mapping[str, list[str]]:
     faults = schema.Document("policy.toml", text).faults()
     found = {}
     for fault in faults:
-        told = re.fullmatch(r'policy\.toml:\d+: ([\w.\[\]]+): .* \(("\w+"(?: or "\w+")+)\)', fault)
+        told = re.fullmatch(r'policy\.toml:\d+: ([\w.\[\]]+): .* \(("[\w-]+"(?: or "[\w-]+")+)\)', fault)
         if told is not None:
-            found[told[1].replace("[0]", "")] = re.findall(r'"(\w+)"', told[2])
-    assert len(found) == 4
+            found[told[1].replace("[0]", "")] = re.findall(r'"([\w-]+)"', told[2])
+    assert len(found) == 13
     return found
 
 
@@ -278,7 +302,7 @@ def test_the_examples_of_policies(listing: str) -> None:
 
 
 def test_there_is_an_example_for_every_kind_of_machine() -> None:
-    assert len(_listings(FORMAT)) >= 6
+    assert len(_listings(FORMAT)) >= 7
     (rule,) = re.findall(r"\A((?:\n    .*)+)", section(FORMAT, "RULES"))
     assert len(parse([Layer("policy.toml", rule.replace("\n    ", "\n"))]).rules) == 1
 
@@ -347,6 +371,32 @@ def _uncommented(text: str) -> str:
     return re.sub(r"^#(?! |$)", "", text, flags=re.MULTILINE)
 
 
+def test_a_complete_policy_for_a_server_has_every_requirement() -> None:
+    """The one of the manual, of which the README and the example overlay have parts."""
+    complete, *_ = (parse([Layer("policy.toml", listing)]) for listing in _listings(FORMAT))
+    asked = [key for key, value in complete.require._asdict().items() if value != Require._field_defaults[key]]
+    # Reading a model in full before each start is not for every day.
+    assert sorted(asked) == sorted({*Require._fields} - {"checksums"})
+    assert complete.residue.asked and complete.reset.mode == "last-resort" and complete.hooks.before_kill
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    texts = [_listings(readme)[1], (REPOSITORY / "units/sglang-qwen.service.toml").read_text(encoding="utf-8")]
+    for text in texts:
+        other = parse([Layer("policy.toml", text)])
+        assert (other.require, other.residue) == (complete.require, complete.residue) and _fits(text)
+
+
+def test_the_policy_of_the_example_is_that_of_the_example_unit() -> None:
+    complete = parse([Layer("policy.toml", _listings(FORMAT)[0])])
+    unit = (REPOSITORY / "units/sglang-qwen.service").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^ExecStart=((?:.*\\\n)*.*)$", unit, re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " "))
+    options = dict(zip(words[3::2], words[4::2]))
+    assert complete.require.executables == (words[0],) and complete.require.models == (options["--model-path"],)
+    assert complete.require.ports == (int(options["--port"]),)
+    assert complete.require.gpu_count == int(options["--tp-size"])
+    assert all(pattern.search(" ".join(words)) for pattern in complete.require.processes)
+
+
 @pytest.mark.parametrize("name", ["policy.toml", "sglang-qwen.service.toml"])
 def test_the_example_policies_fit_the_schema(name: str) -> None:
     text = (REPOSITORY / "units" / name).read_text(encoding="utf-8")
@@ -364,6 +414,21 @@ GOOD = (
     '[deadline]\ntotal = "1 ms"\nterm = "0 s"\nprotected = "0"\nnvml_init = "0.5 s"\nnvml = "1h"',
     "[owners]\ndedicated = true",
     '[nvml]\nmissing = "pass"\npids = "foreign"',
+    '[deadline]\nchecksums = "2 h"',
+    "[require]\nports = []\nprocesses = []\nexecutables = []\nmodels = []\ndisk = {}",
+    "[require]\nports = [1, 65535]\nprocesses = ['sglang\\.launch_server']\ngpu_count = 99999",
+    '[require]\nhost_memory = "0"\ndisk = { "/var/log" = "1.5 TiB", "/" = "0" }',
+    '[require]\nexecutables = ["/opt/a b"]\nmodels = ["/"]\nchecksums = "SHA256SUMS"',
+    '[require]\nchecksums = ""\ndriver = ""\ngpu_count = 0',
+    '[require]\ndriver = ">=570"',
+    '[require]\ndriver = ">= 570.86.15.1 , <580,!=571"',
+    '[require]\ncompute_mode = "exclusive-process"\npersistence = "warn"\necc = "no-pending"\nmig = "off"',
+    '[require]\ncompute_mode = "any"\npersistence = "any"\necc = "any"\nmig = "any"',
+    '[residue]\nshm = "remove"\nsysv = "report"\nmqueue = "off"\nowner = "any"\nshm_patterns = []',
+    '[residue]\nshm_patterns = ["x", "*.shm", "?a"]',
+    '[reset]\nmode = "last-resort"\ncommand = "/x"\ntimeout = "1 ms"\nmig = true\nnvswitch = true',
+    '[hooks]\nbefore_kill = ["/x", "{pid}", "a b"]\ntimeout = "1 s"',
+    "[hooks]\nbefore_kill = []",
     _RULE,
     f'{_RULE}name = "x"\ninfrastructure = true',
     _RULE.replace('user = "x"', "user = 0"),
@@ -398,6 +463,64 @@ BAD = (
     '[owners]\ndedicated = "yes"',
     '[nvml]\nmissing = "ok"',
     '[nvml]\npids = "host"',
+    '[deadline]\nchecksums = "0"',
+    "require = 1",
+    "[require]\nports = 30000",
+    "[require]\nports = [0]",
+    "[require]\nports = [65536]",
+    '[require]\nports = ["30000"]',
+    "[require]\nports = [true]",
+    "[require]\nprocesses = 'x'",
+    "[require]\nprocesses = ['']",
+    "[require]\nprocesses = [1]",
+    "[require]\nhost_memory = 1",
+    '[require]\nhost_memory = "50 %"',
+    '[require]\ndisk = "5 GiB"',
+    '[require]\ndisk = { "var/log" = "5 GiB" }',
+    '[require]\ndisk = { "/var/log" = "5 %" }',
+    '[require]\ndisk = { "/var/log" = 5 }',
+    '[require]\nexecutables = ["run.sh"]',
+    '[require]\nexecutables = "/run.sh"',
+    '[require]\nexecutables = [""]',
+    f'[require]\nmodels = ["/{"x" * 4000}"]',
+    '[require]\nmodels = ["/\\u0000"]',
+    '[require]\nchecksums = "a/b"',
+    '[require]\nchecksums = ".."',
+    '[require]\nchecksums = "\\u0007"',
+    "[require]\nchecksums = true",
+    "[require]\ngpu_count = -1",
+    "[require]\ngpu_count = 100000",
+    '[require]\ngpu_count = "8"',
+    "[require]\ngpu_count = true",
+    "[require]\ndriver = 570",
+    '[require]\ndriver = "570"',
+    '[require]\ndriver = "=>570"',
+    '[require]\ndriver = ">=570,"',
+    '[require]\ndriver = ">=570.1.2.3.4"',
+    '[require]\ncompute_mode = "exclusive-thread"',
+    '[require]\npersistence = "on"',
+    "[require]\npersistence = true",
+    '[require]\necc = "off"',
+    '[require]\nmig = "on"',
+    "[require]\nport = [1]",
+    '[residue]\nshm = "delete"',
+    "[residue]\nsysv = true",
+    '[residue]\nmqueue = "yes"',
+    '[residue]\nowner = "root"',
+    '[residue]\nshm_patterns = "nccl-*"',
+    '[residue]\nshm_patterns = ["*"]',
+    '[residue]\nshm_patterns = ["a/b"]',
+    '[residue]\nshm_patterns = [""]',
+    '[reset]\nmode = "on"',
+    '[reset]\ncommand = "nvidia-smi"',
+    '[reset]\ntimeout = "0"',
+    '[reset]\nmig = "no"',
+    "[reset]\nnvswitch = 0",
+    '[hooks]\nbefore_kill = "/x"',
+    '[hooks]\nbefore_kill = ["x"]',
+    '[hooks]\nbefore_kill = ["/x", ""]',
+    '[hooks]\nbefore_kill = ["/x", 1]',
+    '[hooks]\ntimeout = "0 s"',
     "rule = 1",
     "[rule]",
     "[[rule]]",

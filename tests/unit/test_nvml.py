@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -11,8 +11,8 @@ import pytest
 
 from gpuprestart.faults import Died, Silent
 from gpuprestart.host import nvml
-from gpuprestart.host.library import NO_V2, Library
-from gpuprestart.host.nvml import Driver, DriverError
+from gpuprestart.host.library import FACTS, NO_V2, Library
+from gpuprestart.host.nvml import Driver, DriverError, Fact, Unanswered
 from gpuprestart.model import MIB, Gpu, Listed, Memory
 
 from .machines import TOTAL, gpu, memory, uuid
@@ -39,6 +39,8 @@ class Nvml:
     nvmlMemory_v2 = pynvml.nvmlMemory_v2
     NVML_DEVICE_MIG_ENABLE = pynvml.NVML_DEVICE_MIG_ENABLE
     NVML_DEVICE_ADDRESSING_MODE_ATS = getattr(pynvml, "NVML_DEVICE_ADDRESSING_MODE_ATS", 2)
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED
+    NVML_VOLATILE_ECC = pynvml.NVML_VOLATILE_ECC
 
     def __init__(self, gpus: int = 2) -> None:
         self.gpus = gpus
@@ -104,6 +106,26 @@ class Nvml:
     def nvmlDeviceGetAddressingMode(self, handle: int) -> int:
         self._call("nvmlDeviceGetAddressingMode", handle)
         return 0
+
+    def nvmlDeviceGetComputeMode(self, handle: int) -> int:
+        self._call("nvmlDeviceGetComputeMode", handle)
+        return 3
+
+    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:
+        self._call("nvmlDeviceGetPersistenceMode", handle)
+        return handle
+
+    def nvmlDeviceGetRemappedRows(self, handle: int) -> tuple[int, int, int, int]:
+        self._call("nvmlDeviceGetRemappedRows", handle)
+        return (4, 3, 1, 0)
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, handle: int) -> int:
+        self._call("nvmlDeviceGetRetiredPagesPendingStatus", handle)
+        return 1
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: int, kind: int, counter: int) -> int:
+        self._call("nvmlDeviceGetTotalEccErrors", handle)
+        return 7 if (kind, counter) == (1, 0) else 10**9
 
     def nvmlDeviceGetMemoryInfo(self, handle: int, version: Optional[int] = None) -> SimpleNamespace:
         self._call("memory v1" if version is None else "memory v2", handle)
@@ -285,6 +307,104 @@ def test_a_library_that_cannot_start_is_an_answer(fake: Nvml, failure: Exception
 def test_a_failure_without_words_is_told_by_its_name(fake: Nvml) -> None:
     fake.fails["nvmlInit"] = MemoryError()
     assert Library(lambda: fake)(("init",))["text"] == "MemoryError"
+
+
+# Facts ---------------------------------------------------------------------------------------------------------------
+
+
+def facts(fake: Nvml, *names: str, fails: Mapping[Any, Exception]) -> dict[int, dict[str, Fact]]:
+    """By the index of each GPU, where these calls fail once the inventory is made."""
+    made = driver(fake)
+    gpus = made.inventory(1.0).gpus
+    fake.fails = {**fails}
+    found = made.facts(gpus, names, 1.0)
+    return {each.index: known for each, known in found.items()}
+
+
+#: Each fact with its call, and what the fake says.
+CALLS = [
+    ("compute_mode", "nvmlDeviceGetComputeMode", (3,)),
+    ("persistence", "nvmlDeviceGetPersistenceMode", (1,)),
+    ("mig", "nvmlDeviceGetMigMode", (0, 0)),
+    ("remapped_rows", "nvmlDeviceGetRemappedRows", (4, 3, 1, 0)),
+    ("retired_pages", "nvmlDeviceGetRetiredPagesPendingStatus", (1,)),
+    ("uncorrected_errors", "nvmlDeviceGetTotalEccErrors", (7,)),
+]
+
+
+@pytest.mark.parametrize(("name", "call", "values"), CALLS)
+def test_each_fact_is_what_its_call_returns_or_why_it_does_not(
+    fake: Nvml, name: str, call: str, values: tuple[int, ...]
+) -> None:
+    assert facts(fake, name, fails={(call, 0): error(LOST)}) == {
+        0: {name: Fact((), "GPU is lost", LOST)},
+        1: {name: Fact(values)},
+    }
+
+
+def test_every_fact_is_tested() -> None:
+    assert {name for name, _, _ in CALLS} == set(FACTS)
+
+
+def test_what_is_not_asked_is_not_called(fake: Nvml) -> None:
+    fake.fails = {}
+    made = driver(fake)
+    gpus = made.inventory(1.0).gpus
+    fake.called.clear()
+    made.facts(gpus[1:], ["persistence", "mig"], 1.0)
+    assert fake.called == ["nvmlDeviceGetPersistenceMode", "nvmlDeviceGetMigMode"]
+
+
+@pytest.mark.parametrize(
+    ("code", "unsupported", "outdated"), [(NOT_SUPPORTED, True, False), (NOT_FOUND, False, True), (LOST, False, False)]
+)
+def test_why_a_fact_is_not_known(fake: Nvml, code: int, unsupported: bool, outdated: bool) -> None:
+    fact = facts(fake, "remapped_rows", fails={"nvmlDeviceGetRemappedRows": error(code)})[0]["remapped_rows"]
+    assert (fact.unsupported, fact.outdated, fact.code) == (unsupported, outdated, code) and fact.fault
+
+
+def test_an_nvidia_ml_py_that_lacks_a_call_fails_that_fact_alone(fake: Nvml) -> None:
+    fails = {"nvmlDeviceGetRemappedRows": AttributeError("module 'pynvml' has no attribute")}
+    found = facts(fake, "remapped_rows", "compute_mode", fails=fails)[0]
+    assert found == {
+        "remapped_rows": Fact((), "module 'pynvml' has no attribute"),
+        "compute_mode": Fact((3,)),
+    }
+
+
+def test_of_a_gpu_that_cannot_be_reached_nothing_is_asked() -> None:
+    child = Scripted({uuid(0): {"mig": ([1, 1], None, "")}})
+    lost = gpu(1, uuid="", fault="GPU is lost")
+    found = Driver(child).facts([gpu(0), lost], ["mig"], 1.0)
+    assert child.sent == [("facts", [uuid(0)], ["mig"])]
+    assert found == {gpu(0): {"mig": Fact((1, 1))}, lost: {"mig": Fact(fault="GPU is lost")}}
+    assert Driver(child).facts([lost], ["mig"], 1.0) == {lost: {"mig": Fact(fault="GPU is lost")}}
+    assert len(child.sent) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {uuid(0): {}},
+        {uuid(0): {"mig": ([1, 1], None)}},
+        {uuid(0): {"mig": (["on"], None, "")}},
+        {uuid(0): {"mig": ([1, 1], "?", "")}},
+        {uuid(0): {"mig": ([1, 1], None, None)}},
+        [],
+    ],
+)
+def test_facts_that_make_no_sense_are_no_answer(answer: Any) -> None:
+    with pytest.raises(DriverError, match="makes no sense"):
+        Driver(Scripted(answer)).facts([gpu()], ["mig"], 1.0)
+
+
+def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
+    late = {uuid(0): {"memory": list(memory(3)), "fault": None, "listed": [], "unlisted": None}}
+    made = Driver(Scripted(Silent(), late, {uuid(0): {"mig": ([0, 1], None, "")}}))
+    with pytest.raises(Unanswered):
+        made.sample([gpu()], 1.0)
+    assert made.facts([gpu()], ["mig"], 1.0) == {gpu(): {"mig": Fact((0, 1))}}
 
 
 # In the parent -------------------------------------------------------------------------------------------------------

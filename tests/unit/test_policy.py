@@ -15,11 +15,15 @@ from gpuprestart.places import Places, load
 from gpuprestart.policy import (
     Deadlines,
     Gpus,
+    Hooks,
     Layer,
     Match,
     MemoryPolicy,
     Nvml,
     Policy,
+    Require,
+    Reset,
+    Residue,
     Rule,
     Size,
     overlay_names,
@@ -60,9 +64,15 @@ def test_no_file_is_the_contract_s_defaults() -> None:
     assert policy == Policy()
     assert policy.gpus == Gpus(select="unit")
     assert policy.memory == MemoryPolicy(Size(64 * 2**20), Size(2 * 2**30), Size(0), 0.5, "holders")
-    assert policy.deadline == Deadlines(120.0, 10.0, 0.0, 60.0, 15.0)
+    assert policy.deadline == Deadlines(120.0, 10.0, 0.0, 60.0, 15.0, 1800.0)
     assert policy.nvml == Nvml("refuse", "auto")
     assert (policy.dedicated, policy.rules, policy.files) == (False, (), ())
+    assert policy.require == Require((), (), 0, {}, (), (), "", 0, (), "any", "any", "any", "any")
+    patterns = ("nccl-*", "cuda.shm.*", "torch_*", "psm_*", "sem.*", "sgl_shm_*")
+    assert policy.residue == Residue("off", "off", "off", patterns, "unit")
+    assert policy.reset == Reset("off", "/usr/bin/nvidia-smi", 60.0, False, False)
+    assert policy.hooks == Hooks((), 10.0)
+    assert not policy.asks_more
     assert site("") == policy._replace(files=(SITE,))
 
 
@@ -146,6 +156,101 @@ def test_every_key_is_read() -> None:
     assert (first.action, first.infrastructure, first.name) == (Action.REFUSE, True, f"{SITE}:17")
     assert second.match == Match(user=1001, exe=re.compile(".*"), comm=re.compile("^python"))
     assert (second.name, second.action, second.infrastructure) == ("second", Action.SPARE, False)
+
+
+def test_every_key_of_what_is_asked_besides_is_read() -> None:
+    policy = site(
+        """
+        deadline.checksums = "2 h"
+        [require]
+        ports = [30000, 1]
+        processes = ['sglang\\.launch_server', 'vllm']
+        host_memory = "120 GiB"
+        disk = { "/var/log/sglang" = "5 GiB", "/" = "0" }
+        executables = ["/opt/sglang/run.sh"]
+        models = ["/models/Qwen3.5-397B", "/models/other"]
+        checksums = "SHA256SUMS"
+        gpu_count = 8
+        driver = ">=570.86, < 580,!=575.0.1"
+        compute_mode = "exclusive-process"
+        persistence = "warn"
+        ecc = "no-pending"
+        mig = "off"
+        [residue]
+        shm = "remove"
+        sysv = "report"
+        mqueue = "remove"
+        shm_patterns = ["nccl-*"]
+        owner = "any"
+        [reset]
+        mode = "last-resort"
+        command = "/opt/bin/nvidia-smi"
+        timeout = "1 min"
+        mig = true
+        nvswitch = true
+        [hooks]
+        before_kill = ["/usr/local/bin/dump-stacks", "{pid}"]
+        timeout = "3 s"
+        """
+    )
+    assert policy.deadline.checksums == 7200.0
+    assert policy.require == Require(
+        ports=(30000, 1),
+        processes=(re.compile(r"sglang\.launch_server"), re.compile("vllm")),
+        host_memory=120 << 30,
+        disk={"/var/log/sglang": 5 << 30, "/": 0},
+        executables=("/opt/sglang/run.sh",),
+        models=("/models/Qwen3.5-397B", "/models/other"),
+        checksums="SHA256SUMS",
+        gpu_count=8,
+        driver=((">=", (570, 86)), ("<", (580,)), ("!=", (575, 0, 1))),
+        compute_mode="exclusive-process",
+        persistence="warn",
+        ecc="no-pending",
+        mig="off",
+    )
+    assert policy.residue == Residue("remove", "report", "remove", ("nccl-*",), "any")
+    assert policy.reset == Reset("last-resort", "/opt/bin/nvidia-smi", 60.0, True, True)
+    assert policy.hooks == Hooks(("/usr/local/bin/dump-stacks", "{pid}"), 3.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        ("", False),
+        ("reset.mode = 'last-resort'\nhooks.before_kill = ['/x']", False),
+        ("residue.owner = 'any'\nresidue.shm_patterns = ['x*']", False),
+        ("require.gpu_count = 0\nrequire.mig = 'any'", False),
+        ("require.gpu_count = 8", True),
+        ("require.mig = 'off'", True),
+        ("residue.sysv = 'report'", True),
+    ],
+)
+def test_whether_more_than_clean_gpus_is_asked_for(text: str, more: bool) -> None:
+    assert site(text).asks_more is more
+
+
+def test_an_overlay_takes_away_what_the_site_asks_for() -> None:
+    asked = """
+    [require]
+    ports = [1]
+    disk = { "/a" = "1 B", "/b" = "2 B" }
+    checksums = "SUMS"
+    driver = ">=570"
+    gpu_count = 8
+    ecc = "no-pending"
+    """
+    overlay = """
+    [require]
+    ports = []
+    disk = { "/b" = "3 B", "/c" = "4 B" }
+    checksums = ""
+    driver = ""
+    gpu_count = 0
+    ecc = "any"
+    """
+    assert layered(asked, overlay).require == Require(disk={"/a": 1, "/b": 3, "/c": 4})
+    assert layered(asked, "require.gpu_count = 4").require.ports == (1,)
 
 
 @pytest.mark.parametrize("start", ["", "\ufeff"])
@@ -399,8 +504,9 @@ KEYS = "unit, session, user, container, exe, comm, cmdline, age"
         # unknown keys
         ("[memory]\nmax_usd = 1", "2: memory.max_usd: is no known key (did you mean max_used?)"),
         (
-            "\n[require]\nfile = 1",
-            "2: require: is no known key (known here: gpus, memory, deadline, owners, nvml, rule)",
+            "\n[pre]\nfile = 1",
+            "2: pre: is no known key (known here: gpus, memory, deadline, owners, nvml, require, residue, reset, hooks,"
+            " rule)",
         ),
         ('[owners]\n"de di" = 1', "2: owners.'de di': is no known key (known here: dedicated)"),
         ("owners.x.y = 1", "1: owners.x: is no known key (known here: dedicated)"),
@@ -482,6 +588,77 @@ KEYS = "unit, session, user, container, exe, comm, cmdline, age"
 )
 def test_a_fault_is_told_with_file_line_and_key(text: str, fault: str) -> None:
     assert faults(text)[0] == f"policy.toml:{fault}"
+
+
+PORT, COUNT = "a TCP port, an integer from 1 to 65535", "an integer, or 0 where any number will do"
+PATH, NAME = 'an absolute path such as "/opt/sglang/run.sh"', "the name of a file in each of require.models"
+VERSION, PROGRAM = 'such as ">=570" or ">=570.86, <580"', 'a list such as ["/usr/local/bin/dump-stacks", "{pid}"]'
+SHARE, GLOB = "is a share, and of what is not known here", "is no pattern of names in /dev/shm, or matches all of them"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("require.ports", "30000", "is an integer (a list of TCP ports)"),
+        ("require.ports", "[80, '90']", f"entry [1] is a string ({PORT})"),
+        ("require.ports", "[true]", f"entry [0] is a boolean ({PORT})"),
+        ("require.ports", "[0]", f"entry [0] is out of range ({PORT})"),
+        ("require.ports", "[65536]", f"entry [0] is out of range ({PORT})"),
+        ("require.processes", "'x'", "is a string (a list of regular expressions)"),
+        ("require.processes", "['a', '(']", "entry [1] '(' is no regular expression: missing ), unterminated"),
+        ("require.processes", "['']", "entry [0] is empty (a regular expression)"),
+        ("require.host_memory", "5", 'is an integer (a string such as "64 MiB")'),
+        ("require.host_memory", "'50 %'", f"'50 %' {SHARE}"),
+        ("require.disk", "'5 GiB'", "is a string (a table such as"),
+        ("require.disk", "{ log = '5 GiB' }", f"of 'log' 'log' is no absolute path ({PATH})"),
+        ("require.disk", "{ '/log' = '5 %' }", f"of '/log' '5 %' {SHARE}"),
+        ("require.disk", "{ '/log' = 5 }", "of '/log' is an integer"),
+        ("require.executables", "'/x'", "is a string (a list of absolute paths)"),
+        ("require.executables", "['/x', 'run.sh']", f"entry [1] 'run.sh' is no absolute path ({PATH})"),
+        ("require.executables", "['']", f"entry [0] is empty ({PATH})"),
+        ("require.executables", '["/x\\u0000"]', "entry [0] '/x\\x00' is no absolute path"),
+        ("require.models", "[1]", f"entry [0] is an integer ({PATH})"),
+        ("require.models", f"['/{'x' * 4000}']", "entry [0] '/xxxx"),
+        ("require.checksums", "'a/b'", f"'a/b' is no name of a file ({NAME}"),
+        ("require.checksums", "'..'", f"'..' is no name of a file ({NAME}"),
+        ("require.checksums", "[]", f"is an array ({NAME}"),
+        ("require.gpu_count", "-1", f"is out of range ({COUNT})"),
+        ("require.gpu_count", "true", f"is a boolean ({COUNT})"),
+        ("require.gpu_count", "8.0", f"is a float ({COUNT})"),
+        ("require.driver", "570", f"is an integer ({VERSION})"),
+        ("require.driver", "'570'", f"'570' is no requirement of a version ({VERSION})"),
+        ("require.driver", "'>=570,'", f"'>=570,' is no requirement of a version ({VERSION})"),
+        ("require.driver", "'>=1.2.3.4.5'", f"'>=1.2.3.4.5' is no requirement of a version ({VERSION})"),
+        ("require.compute_mode", "'on'", '\'on\' is not known ("any" or "default" or "exclusive-process"'),
+        ("require.persistence", "true", 'is a boolean ("any" or "warn" or "require")'),
+        ("require.ecc", "'off'", '\'off\' is not known ("any" or "no-pending")'),
+        ("require.mig", "'on'", '\'on\' is not known ("any" or "off")'),
+        ("residue.shm", "true", 'is a boolean ("off" or "report" or "remove")'),
+        ("residue.sysv", "'x'", '\'x\' is not known ("off" or "report" or "remove")'),
+        ("residue.mqueue", "''", 'is empty ("off" or "report" or "remove")'),
+        ("residue.shm_patterns", "'x'", "is a string (a list of patterns of names)"),
+        ("residue.shm_patterns", "['a*', '*.?']", f"entry [1] '*.?' {GLOB}"),
+        ("residue.shm_patterns", "['../x']", f"entry [0] '../x' {GLOB}"),
+        ("residue.owner", "'root'", '\'root\' is not known ("unit" or "any")'),
+        ("reset.mode", "true", 'is a boolean ("off" or "last-resort")'),
+        ("reset.command", "'nvidia-smi'", f"'nvidia-smi' is no absolute path ({PATH})"),
+        ("reset.timeout", "'0'", "'0' makes no sense here (more than 0;"),
+        ("reset.mig", "0", "is an integer (true or false)"),
+        ("reset.nvswitch", "'no'", "is a string (true or false)"),
+        ("hooks.before_kill", "'/x'", f"is a string ({PROGRAM})"),
+        ("hooks.before_kill", "['x']", f"'x' is no absolute path ({PATH})"),
+        ("hooks.before_kill", "['/x', '']", f"is empty ({PROGRAM})"),
+        ("hooks.before_kill", '["/x", "\\u0000"]', "has too many words, or a NUL in one"),
+        ("hooks.before_kill", f"['/x', {', '.join(['1'] * 9)}]", f"is an integer ({PROGRAM})"),
+        ("hooks.timeout", "10", 'is an integer (a string such as "10 s")'),
+        ("deadline.checksums", "'0 s'", "'0 s' makes no sense here (more than 0;"),
+    ],
+    ids=short,
+)
+def test_a_fault_in_what_is_asked_besides_is_told_with_file_line_and_key(key: str, value: str, fault: str) -> None:
+    table, _, name = key.partition(".")
+    (told,) = faults(f"# comment\n[{table}]\n\n{name} = {value}\n")
+    assert told.startswith(f"policy.toml:4: {key}: {fault}") and told.endswith(")")
 
 
 @pytest.mark.case("D7")

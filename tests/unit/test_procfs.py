@@ -31,6 +31,10 @@ def thread():
     if unshared and libc.unshare(0x400):  # CLONE_FILES
         os._exit(77)
     descriptor = os.open(sys.argv[1], os.O_RDONLY)
+    if "mapped" in sys.argv:
+        libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_long] * 5]
+        libc.mmap(None, 4096, 1, 2, descriptor, 0)  # PROT_READ, MAP_PRIVATE; Python's own keeps a descriptor.
+        os.close(descriptor)
     while leaderless and state() != b"Z":
         os.sched_yield()
     os.write(1, b"ready\\n")
@@ -120,6 +124,16 @@ def test_a_zombie_leader_with_a_live_thread_is_alive_and_its_device_is_found() -
         assert found is not None and found.state == "Z"
         assert os.listdir(f"/proc/{child.pid}/fd") == []
         assert procfs.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
+
+
+@pytest.mark.case("A12")
+@pytest.mark.case("B6")
+def test_what_a_zombie_leader_s_threads_have_mapped_is_found() -> None:
+    with python(THREADS, "/dev/zero", "leaderless", "mapped") as child:
+        with open(f"/proc/{child.pid}/maps", "rb") as file:
+            assert file.read() == b""
+        assert procfs.sweep({ZERO}, [child.pid]).opened == {}
+        assert procfs.slow(("maps", ([child.pid], [ZERO]))) == {child.pid: [ZERO]}
 
 
 def test_a_process_that_vanishes_is_data() -> None:

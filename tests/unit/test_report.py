@@ -15,6 +15,7 @@ from gpuprestart.model import (
     Gpu,
     GpuState,
     Holder,
+    Leftover,
     Memory,
     Outcome,
     Owner,
@@ -22,6 +23,7 @@ from gpuprestart.model import (
     Process,
     Reading,
     Unit,
+    Unmet,
     Verdict,
 )
 from gpuprestart.report import as_json, held, indices, overview, sentence, short, status_line, table
@@ -169,12 +171,16 @@ def test_json_has_exactly_the_fields_of_the_contract() -> None:
                 "gpus": [one.gpu.uuid, "GPU-other"],
                 "bytes": 1520 * MIB,
                 "evidence": ["nvml", "fd"],
+                "occupies": [],
                 "action": "kill",
                 "reason": "was left behind by old.service, which is failed",
                 "rule": None,
                 "fate": None,
             }
         ],
+        "preconditions": [],
+        "residue": [],
+        "residue_count": 0,
     }
 
 
@@ -243,6 +249,31 @@ def test_overview_has_no_word_of_judgement() -> None:
         "4711  model  python3  unit:old.service  0         -  nvml",
     ]
     assert overview((), ()) == "no GPU selected\n\nno holders\n"
+
+
+def test_what_the_policy_asks_for_is_in_every_view() -> None:
+    unmet = Unmet("ports", "30000", "port 30000 is in use by \x1b[31mnginx[9]", "systemctl stop nginx")
+    left = Leftover("shm", "nccl-a\x07", 5 * MIB, "kept", "would be removed")
+    one = verdict(unmet=(unmet,), residue=(left,))
+    assert "NOT MET\nports    port 30000 is in use by \\x1b[31mnginx[9]\n" in overview((), (), one.unmet)
+    assert "shm   nccl-a\\x07  5 MiB  kept  would be removed" in table(one)
+    document = json.loads(as_json(one, booted=0.0))
+    assert document["preconditions"] == [
+        {
+            "check": "ports",
+            "subject": "30000",
+            "message": "port 30000 is in use by \\x1b[31mnginx[9]",
+            "hint": "systemctl stop nginx",
+            "file": False,
+        }
+    ]
+    assert document["residue"] == [
+        {"kind": "shm", "name": "nccl-a\\x07", "bytes": 5 * MIB, "fate": "kept", "reason": "would be removed"}
+    ]
+    many = verdict(residue=(left,) * 10_000)
+    document = json.loads(as_json(many, booted=0.0))
+    assert (len(document["residue"]), document["residue_count"]) == (64, 10_000)
+    assert table(many).count("nccl-a") == 64 and "and 9936 more\n" in table(many)
 
 
 def test_a_table_that_is_just_over_the_limit_reads_so() -> None:

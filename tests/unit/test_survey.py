@@ -14,12 +14,13 @@ from gpuprestart import owners, survey, ties
 from gpuprestart.host import procfs
 from gpuprestart.host.locks import Locks, Notes
 from gpuprestart.host.nvml import Driver, DriverError
+from gpuprestart.host.program import Programs
 from gpuprestart.host.systemd import Systemd, SystemdError
 from gpuprestart.model import MIB, Holder, Listed, OwnerKind, Process, Reading, Refusal, Unit
 from gpuprestart.neighbours import Neighbours
 from gpuprestart.survey import Surveyor
 
-from .machines import Shares, answer, gpu, inventory, reading, unit, uuid
+from .machines import Shares, answer, decision, gpu, holder, inventory, reading, unit, uuid
 from .processes import await_death, python, wait, waiting
 
 # The join ------------------------------------------------------------------------------------------------------------
@@ -181,6 +182,7 @@ class Scene:
             driver=Driver(self.driver),
             systemd=self.systemd,
             ask=lambda request, timeout: procfs.slow(request),
+            ask_files=lambda request, timeout: procfs.slow(request),
             children=lambda: self.children,
             write=lambda record: None,
             say_status=lambda text: None,
@@ -189,6 +191,7 @@ class Scene:
             locks=Locks(str(folder)),
             claims=Notes("claims", str(folder)),
             bypasses=Notes("bypass", str(folder)),
+            run_program=Programs(wait=wait, at_fork=lambda: None),
         )
 
     def surveyor(self, own: Optional[owners.Own] = None, pids_ours: bool = True) -> Surveyor:
@@ -402,3 +405,19 @@ def test_who_is_gone_replaced_or_moved_is_left_out(stage: Scene) -> None:
 def test_nobody_is_asked_about_who_is_gone(stage: Scene) -> None:
     surveyor = stage.surveyor()
     assert surveyor.again(surveyor.look(), []).holders == ()
+
+
+@pytest.mark.case("D4")
+@pytest.mark.parametrize(("opens", "listed", "kept"), [("both", 0, True), ("node", 0, False), ("node", 5, True)])
+def test_a_suspect_that_is_not_what_it_was_seen_as_is_left_alone(
+    stage: Scene, monkeypatch: pytest.MonkeyPatch, opens: str, listed: int, kept: bool
+) -> None:
+    """What a PID had open may be another's by now, such as a monitor's, which has the node and not what CUDA opens."""
+    gpu_node, uvm = (os.stat(path).st_rdev for path in stage.nodes)
+    monkeypatch.setattr(procfs, "device_number", {"/dev/nvidia0": gpu_node, "/dev/nvidia-uvm": uvm}.get)
+    code = HOLDER.replace("os.open(sys.argv[1], ", "[os.open(path, ").replace(";  ", "; ")
+    code = code.replace("O_NOCTTY)", "O_NOCTTY) for path in sys.argv[1:]]")
+    with python(code, *stage.nodes[: 2 if opens == "both" else 1]) as child:
+        suspect = holder(child.pid, listed={0: listed} if listed else {})
+        judged = decision(suspect._replace(opened=frozenset({uuid(0)})))
+        assert [each is judged for each in stage.surveyor().holding([judged])] == [True] * kept

@@ -3,7 +3,8 @@
  * A stand-in for libnvidia-ml.so.1 that answers, as nvml.h documents, what a
  * state file says at the moment of the call.  It knows the calling convention
  * of NVML and nothing else: it keeps no books, holds no lock, writes no state
- * and gives a call no memory beyond what is on its stack.  simgpu.py keeps the
+ * and gives a call no memory beyond what is on its stack.  What a call changes
+ * it asks simgpu.py to change, by the socket beside the state.  simgpu.py keeps the
  * books and replaces the state file by rename, so that every call sees one
  * whole state, and two calls may see two.
  *
@@ -33,6 +34,13 @@
  *   memory_v2 1                  0: only the v2 call is NOT_SUPPORTED
  *   total N   reserved N   used N   free N          bytes, "used" as v2 counts
  *   mig none                     "none": cannot; "off": could; "on": is
+ *   mig_next same                the same "off" or "on" for after a reset
+ *   compute_mode 0               nvmlComputeMode_t
+ *   persistence 1                persistence mode is on
+ *   ecc 1                        0: it is off, and no call knows of errors
+ *   remap_pending 0   remap_failed 0   retired_pending 0   uncorrected 0
+ *                                rows are remapped from Ampere on (arch 7),
+ *                                before that pages are retired
  *   proc KIND PID BYTES          KIND is compute, graphics or mps, BYTES a
  *                                number or "na"
  *   instance 0                   starts MIG instance 0 of the GPU above, with
@@ -63,7 +71,9 @@
 #include <string.h>
 #include <strings.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -119,7 +129,9 @@ struct cursor {
 
 struct device {
     int slot, instance, index, found, missing;
-    char uuid[96], name[96], pci[32], lost[16], mig[16];
+    char uuid[96], name[96], pci[32], lost[16], mig[16], mig_next[16];
+    unsigned compute_mode, persistence, ecc, remap_pending, remap_failed, retired_pending;
+    unsigned long long uncorrected;
     unsigned minor, arch, bus_type, addressing, cc_major, cc_minor, util, mem_util, memory, memory_v2;
     unsigned gi, ci, slices, instances;
     unsigned long long total, reserved, used, free;
@@ -230,6 +242,14 @@ static void take(struct device *d, const struct cursor *c)
     else if (!strcmp(w, "pci")) text(d->pci, sizeof d->pci, v);
     else if (!strcmp(w, "lost")) text(d->lost, sizeof d->lost, v);
     else if (!strcmp(w, "mig")) text(d->mig, sizeof d->mig, v);
+    else if (!strcmp(w, "mig_next")) text(d->mig_next, sizeof d->mig_next, v);
+    else if (!strcmp(w, "compute_mode")) d->compute_mode = number(v);
+    else if (!strcmp(w, "persistence")) d->persistence = number(v);
+    else if (!strcmp(w, "ecc")) d->ecc = number(v);
+    else if (!strcmp(w, "remap_pending")) d->remap_pending = number(v);
+    else if (!strcmp(w, "remap_failed")) d->remap_failed = number(v);
+    else if (!strcmp(w, "retired_pending")) d->retired_pending = number(v);
+    else if (!strcmp(w, "uncorrected")) d->uncorrected = big(v);
     else if (!strcmp(w, "missing")) d->missing = number(v);
     else if (!strcmp(w, "minor")) d->minor = number(v);
     else if (!strcmp(w, "arch")) d->arch = number(v);
@@ -258,7 +278,7 @@ static int read_device(const struct state *state, int slot, int instance, struct
     memset(d, 0, sizeof *d);
     d->slot = slot;
     d->instance = instance;
-    d->memory = d->memory_v2 = 1;
+    d->memory = d->memory_v2 = d->persistence = d->ecc = 1;
     d->bus_type = 2;
     d->gi = d->ci = NO_INSTANCE;
     while (next_line(&c)) {
@@ -760,8 +780,8 @@ API int nvmlDeviceGetIndex(void *device, unsigned *index)
 }
 
 GIVE_UNSIGNED(nvmlDeviceGetMinorNumber, d.minor)
-GIVE_UNSIGNED(nvmlDeviceGetPersistenceMode, 1)
-GIVE_UNSIGNED(nvmlDeviceGetComputeMode, 0)
+GIVE_UNSIGNED(nvmlDeviceGetPersistenceMode, d.persistence)
+GIVE_UNSIGNED(nvmlDeviceGetComputeMode, d.compute_mode)
 GIVE_UNSIGNED(nvmlDeviceGetBusType, d.bus_type)
 GIVE_UNSIGNED(nvmlDeviceGetArchitecture, d.arch)
 GIVE_UNSIGNED(nvmlDeviceGetPowerUsage, 70000)
@@ -865,6 +885,97 @@ API int nvmlDeviceGetDecoderUtilization(void *device, unsigned *percent, unsigne
     ASK(device, { rc = engine(&d, percent, period); });
 }
 
+/* Has the bookkeeper change something of this GPU, as whom it sees the caller. */
+static int change(const struct device *d, const char *key, int value)
+{
+    struct sockaddr_un at = { .sun_family = AF_UNIX };
+    const char *state = state_path(), *slash = strrchr(state, '/');
+    char line[128], reply[512];
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), n, got = 0;
+
+    n = snprintf(line, sizeof line, "{\"op\": \"set_gpu\", \"gpu\": %d, \"%s\": %d}\n", d->slot, key, value);
+    snprintf(at.sun_path, sizeof at.sun_path, "%.*scontrol", slash ? (int)(slash - state + 1) : 0, state);
+    if (fd >= 0 && connect(fd, (struct sockaddr *)&at, sizeof at) == 0 && send(fd, line, n, MSG_NOSIGNAL) == n)
+        while (got < (int)sizeof reply - 1 && (n = recv(fd, reply + got, sizeof reply - 1 - got, 0)) > 0)
+            if (reply[(got += n) - 1] == '\n')
+                break;
+    if (fd >= 0)
+        close(fd);
+    reply[got] = 0;
+    return strstr(reply, "\"ok\": true") ? SUCCESS : UNKNOWN;
+}
+
+API int nvmlDeviceSetPersistenceMode(void *device, unsigned mode)
+{
+    ASK(device, {
+        if (mode > 1)
+            rc = INVALID_ARGUMENT;
+        else if (d.instance >= 0)
+            rc = NOT_SUPPORTED;
+        else
+            rc = change(&d, "persistence", mode);
+    });
+}
+
+/* ---- errors of the memory ---- */
+
+/* The first architecture that remaps rows, Ampere; those before it retire pages. */
+#define REMAPS 7
+
+API int nvmlDeviceGetEccMode(void *device, unsigned *current, unsigned *pending)
+{
+    ASK(device, {
+        if (!current || !pending)
+            rc = INVALID_ARGUMENT;
+        else if (d.instance >= 0)
+            rc = NOT_SUPPORTED;
+        else
+            *current = *pending = d.ecc;
+    });
+}
+
+/* nvml.h: on a GPU with MIG instances, this is not supported. */
+API int nvmlDeviceGetRemappedRows(void *device, unsigned *corrected, unsigned *uncorrected, unsigned *pending,
+                                  unsigned *failed)
+{
+    ASK(device, {
+        if (!corrected || !uncorrected || !pending || !failed) {
+            rc = INVALID_ARGUMENT;
+        } else if (d.instance >= 0 || d.instances || !d.ecc || d.arch < REMAPS) {
+            rc = NOT_SUPPORTED;
+        } else {
+            *corrected = 0;
+            *uncorrected = d.remap_pending + d.remap_failed;
+            *pending = d.remap_pending;
+            *failed = d.remap_failed;
+        }
+    });
+}
+
+API int nvmlDeviceGetRetiredPagesPendingStatus(void *device, unsigned *pending)
+{
+    ASK(device, {
+        if (!pending)
+            rc = INVALID_ARGUMENT;
+        else if (d.instance >= 0 || !d.ecc || d.arch >= REMAPS)
+            rc = NOT_SUPPORTED;
+        else
+            *pending = d.retired_pending;
+    });
+}
+
+/* Only uncorrected ones of since the last reset are kept; there are none of any other kind. */
+API int nvmlDeviceGetTotalEccErrors(void *device, int type, int counter, unsigned long long *count)
+{
+    ASK(device, {
+        if (!count || type < 0 || type > 1 || counter < 0 || counter > 1)
+            rc = INVALID_ARGUMENT;
+        else if (d.instance >= 0 || !d.ecc)
+            rc = NOT_SUPPORTED;
+        else
+            *count = type == 1 && counter == 0 ? d.uncorrected : 0;
+    });
+}
 
 /* ---- memory ---- */
 
@@ -1001,8 +1112,10 @@ API int nvmlDeviceGetMigMode(void *device, unsigned *current, unsigned *pending)
             rc = INVALID_ARGUMENT;
         else if (d.instance >= 0 || !*d.mig || !strcmp(d.mig, "none"))
             rc = NOT_SUPPORTED;
-        else
-            *current = *pending = !strcmp(d.mig, "on");
+        else {
+            *current = !strcmp(d.mig, "on");
+            *pending = *d.mig_next && strcmp(d.mig_next, "same") ? !strcmp(d.mig_next, "on") : *current;
+        }
     });
 }
 

@@ -17,8 +17,9 @@ times seconds.  Where no "pid" is given, it is the pid of who connected.
   set        driver nvml cuda nodes release_delay (number or "never"): what holds for the whole node
   set_gpu    gpu, then any of uuid name minor pci total_mib reserved_mib baseline_mib util mem_util missing
              lost ("no" "calls" "handle") memory memory_v2 mig ("none" "off" "on") arch bus_type addressing cc
-             used free (bytes told in place of the sums, null: the sums again); with instance: uuid name gi ci
-             total_mib reserved_mib baseline_mib used free
+             used free (bytes told in place of the sums, null: the sums again) mig_next ("same" "off" "on")
+             compute_mode persistence ecc remap_pending remap_failed retired_pending uncorrected;
+             with instance: uuid name gi ci total_mib reserved_mib baseline_mib used free
   order      slots: the order of NVML's indices
   mig        gpu slices=[1,1,2] or off=true
   alloc      gpu instance bytes|mib pid kind ("compute" "graphics" "mps" "none", or several, comma) na
@@ -61,6 +62,7 @@ from typing import Any, Callable
 
 from simgpu_books import (
     CODES,
+    GPU_FLAGS,
     KINDS,
     MAX_GPUS,
     MIB,
@@ -79,8 +81,7 @@ Request = dict[str, Any]
 Reply = dict[str, Any]
 
 GPU_TEXTS = ("uuid", "name", "pci", "cc")
-GPU_FLAGS = ("missing", "memory", "memory_v2")
-GPU_CHOICES = {"lost": ("no", "calls", "handle"), "mig": ("none", "off", "on")}
+GPU_CHOICES = {"lost": ("no", "calls", "handle"), "mig": ("none", "off", "on"), "mig_next": ("same", "off", "on")}
 CALL_POLL = 0.02
 
 

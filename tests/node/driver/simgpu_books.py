@@ -17,6 +17,16 @@ MIB = 1 << 20
 MAX_GPUS = 16
 MAX_INSTANCES = 7
 KINDS = ("compute", "graphics", "mps")
+GPU_FLAGS = (
+    "missing",
+    "memory",
+    "memory_v2",
+    "persistence",
+    "ecc",
+    "remap_pending",
+    "remap_failed",
+    "retired_pending",
+)
 
 # The first eight are a DGX H100's, the rest only have to differ.
 BUSES = (0x1B, 0x43, 0x52, 0x61, 0x9D, 0xC3, 0xD1, 0xDF, 0x06, 0x2A, 0x38, 0x7B, 0x85, 0xA9, 0xB4, 0xE7)
@@ -96,6 +106,14 @@ class Gpu:
     memory: bool = True
     memory_v2: bool = True
     mig: str = "off"
+    mig_next: str = "same"
+    compute_mode: int = 0
+    persistence: bool = True
+    ecc: bool = True
+    remap_pending: bool = False
+    remap_failed: bool = False
+    retired_pending: bool = False
+    uncorrected: int = 0
     arch: int = 9
     bus_type: int = 2
     addressing: int = 0
@@ -205,6 +223,9 @@ class Books:
                 "minor",
                 "lost",
                 "mig",
+                "mig_next",
+                "compute_mode",
+                "uncorrected",
                 "arch",
                 "bus_type",
                 "addressing",
@@ -215,7 +236,7 @@ class Books:
                 "reserved",
             ):
                 yield f"{key} {getattr(gpu, key)}"
-            for key in ("missing", "memory", "memory_v2"):
+            for key in GPU_FLAGS:
                 yield f"{key} {int(getattr(gpu, key))}"
             yield f"used {self.used(gpu)}"
             yield f"free {self.free(gpu)}"

@@ -525,6 +525,43 @@ def test_calls_are_counted_by_function_and_process(sim: Sim) -> None:
     assert sim.ask("calls")["counts"] == {}
 
 
+# ---- modes and errors
+
+
+def test_modes_are_as_they_were_set(sim: Sim) -> None:
+    nvml = sim.probe()
+    modes = "[N.nvmlDeviceGetComputeMode(h(0)), N.nvmlDeviceGetPersistenceMode(h(0)), N.nvmlDeviceGetMigMode(h(0))]"
+    assert nvml(modes) == [0, 1, [0, 0]]
+    sim.ask("set_gpu", gpu=0, compute_mode=3, persistence=False, mig_next="on")
+    assert nvml(modes) == [3, 0, [0, 1]]
+    assert nvml(modes.replace("h(0)", "h(1)")) == [0, 1, [0, 0]]
+
+
+def test_persistence_mode_can_be_set(sim: Sim) -> None:
+    nvml = sim.probe()
+    sim.ask("set_gpu", gpu=1, persistence=False)
+    for mode in (1, 0):
+        assert nvml(f"N.nvmlDeviceSetPersistenceMode(h(1), {mode})") is None
+        assert nvml("[N.nvmlDeviceGetPersistenceMode(h(i)) for i in (0, 1)]") == [1, mode]
+    assert nvml.code("N.nvmlDeviceSetPersistenceMode(h(1), 2)") == 2
+
+
+def test_errors_of_the_memory_are_where_the_generation_keeps_them(sim: Sim) -> None:
+    nvml = sim.probe()
+    rows, pages = "N.nvmlDeviceGetRemappedRows(h(0))", "N.nvmlDeviceGetRetiredPagesPendingStatus(h(0))"
+    errors, ecc = "N.nvmlDeviceGetTotalEccErrors(h(0), {}, {})", "N.nvmlDeviceGetEccMode(h(0))"
+    assert (nvml(rows), nvml.code(pages), nvml(errors.format(1, 0)), nvml(ecc)) == ([0, 0, 0, 0], 3, 0, [1, 1])
+    sim.ask("set_gpu", gpu=0, remap_pending=True, uncorrected=7)
+    assert nvml(rows) == [0, 1, 1, 0]
+    assert [nvml(errors.format(kind, counter)) for kind, counter in ((1, 0), (0, 0), (1, 1))] == [7, 0, 0]
+    sim.ask("set_gpu", gpu=0, remap_failed=True, remap_pending=False)
+    assert nvml(rows) == [0, 1, 0, 1]
+    sim.ask("set_gpu", gpu=0, arch=5, retired_pending=True)
+    assert (nvml.code(rows), nvml(pages)) == (3, 1)
+    sim.ask("set_gpu", gpu=0, ecc=False)
+    assert [nvml.code(each) for each in (rows, pages, errors.format(1, 0))] == [3, 3, 3] and nvml(ecc) == [0, 0]
+
+
 # ---- MIG
 
 
@@ -534,6 +571,7 @@ def test_instances_have_memory_of_their_own(sim: Sim, somebody: subprocess.Popen
     uuids = sim.ask("mig", gpu=0, slices=[1, 2])["uuids"]
     sim.ask("alloc", gpu=0, instance=1, pid=somebody.pid, mib=60)
     assert nvml("N.nvmlDeviceGetMigMode(h(0))") == [1, 1]
+    assert [nvml.code(f"N.nvmlDeviceGetRemappedRows(h({i}))") for i in (0, 1)] == [3, 0]
     assert nvml("N.nvmlDeviceGetMaxMigDeviceCount(h(0))") == 7
     assert nvml.code("N.nvmlDeviceGetMigDeviceHandleByIndex(h(0), 2)") == 6
     assert nvml.code("N.nvmlDeviceGetMigDeviceHandleByIndex(h(1), 0)") == 3

@@ -1,0 +1,58 @@
+"""Who has what the policy asks to be free: TCP ports that are listened on, and processes that should not run.
+
+A survey asks it of the processes that there are, and the judge decides what becomes of those that it names. A socket
+may be shared by any number of processes, all of which are named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from .host import procfs, sockets
+from .neighbours import Ask
+from .policy import Require
+from .registry import SLOW
+from .survey import Look
+
+#: So many processes are asked for their command lines at once.
+BATCH = 128
+
+
+def look(require: Require, ask: Ask) -> Look:
+    """How a survey looks for what these requirements are about."""
+
+    def occupied(pids: Sequence[int], kin: Collection[int]) -> dict[str, tuple[int, ...]]:
+        return {**_ports(require.ports, [*pids, *kin]), **_processes(require.processes, pids, ask)}
+
+    return occupied
+
+
+def _ports(ports: Sequence[int], pids: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    listening = {inode: port for inode, port in sockets.listening().items() if port in ports}
+    having = procfs.sockets_of(pids, listening) if listening else {}
+    return {
+        f"port {port}": tuple(
+            sorted(pid for pid, inodes in having.items() if any(listening[each] == port for each in inodes))
+        )
+        for port in sorted(set(listening.values()))
+    }
+
+
+def _processes(patterns: Sequence[re.Pattern[str]], pids: Sequence[int], ask: Ask) -> dict[str, tuple[int, ...]]:
+    """By pattern. One whose command line cannot be told may be any of them."""
+    found: dict[str, list[int]] = {}
+    words = [pattern.pattern for pattern in patterns]
+    batches = [[*pids[start : start + BATCH]] for start in range(0, len(pids) if words else 0, BATCH)]
+    while batches:
+        batch = batches.pop(0)
+        answer: Mapping[int, Sequence[int]] | None = ask(("matching", (batch, words)), SLOW)
+        if answer is None and len(batch) > 1:
+            batches[:0] = [[pid] for pid in batch]
+            continue
+        if answer is None:
+            answer = {batch[0]: range(len(words))}
+        for pid, numbers in answer.items():
+            for number in numbers:
+                found.setdefault(f"process {words[number]}", []).append(pid)
+    return {clause: tuple(sorted(having)) for clause, having in found.items()}

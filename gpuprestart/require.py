@@ -1,0 +1,132 @@
+"""What a start needs besides free memory on its GPUs, asked in the order in which it can be known.
+
+Files, executables and what the driver says are asked before anybody is signalled; what may be free only once the stale
+are gone, such as a port, after that. Every requirement that is not met is told; none hides another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Callable
+
+from . import driverfacts, serverfiles
+from .model import Account, Action, Decision, Gpu, Inventory, Plan, Survey, Unmet
+from .neighbours import Neighbours, clock
+from .policy import Require
+from .report import who
+from .text import amounts, mib
+
+#: Fewer inodes than a server opens files for its logs and caches are as good as none.
+FEWEST_INODES = 1000
+
+
+def before(
+    require: Require,
+    host: Neighbours,
+    *,
+    account: Callable[[], Account],
+    inventory: Inventory,
+    gpus: Sequence[Gpu],
+    until: float,
+    timeout: float,
+    warn: Callable[[str, Sequence[Gpu]], None],
+) -> list[Unmet]:
+    """What can be told at once. Files are looked at ``until`` then; ``timeout`` is in seconds, for the driver; ``warn``
+    is told what does not decide.
+
+    Raises DriverError, SystemdError.
+    """
+    ask, found = host.ask_files, []
+    if require.executables:
+        search = host.environ.get("PATH", "")
+        found = serverfiles.executables(require.executables, ask, account(), search=search, clock=clock, until=until)
+    found += serverfiles.models(require.models, ask, clock=clock, until=until)
+    facts = driverfacts.look(require, host.driver, inventory, gpus, timeout)
+    for text, concerned in facts.warnings:
+        warn(text, concerned)
+    return [*found, *facts.unmet]
+
+
+def after(
+    require: Require, host: Neighbours, survey: Survey, plan: Plan, *, own_sockets: Callable[[], set[int]]
+) -> list[Unmet]:
+    """What the stale may have stood in the way of. ``own_sockets`` are the ports on which systemd listens for us."""
+    found = [unmet for clause, pids in survey.occupied.items() for unmet in _occupied(clause, pids, plan, own_sockets)]
+    return found + _host_memory(require.host_memory) + _disk(require, host)
+
+
+# Ports and processes -------------------------------------------------------------------------------------------------
+
+
+def _occupied(clause: str, pids: Sequence[int], plan: Plan, own_sockets: Callable[[], set[int]]) -> list[Unmet]:
+    """Nothing for those that are stale: they are ended, or the verdict names them as what could not be."""
+    kind, _, subject = clause.partition(" ")
+    port = kind == "port"
+    check, verb = ("ports", "is in use by") if port else ("processes", "runs, which must not be:")
+    holders = [each for each in plan.decisions if each.holder.process.pid in pids]
+    staying = [each for each in holders if each in plan.occupants or each.action is not Action.KILL]
+    rest = [pid for pid in pids if pid not in {each.holder.process.pid for each in holders}]
+    if port and rest == [1] and not staying and int(subject) in own_sockets():
+        return []
+    if staying:
+        return [Unmet(check, subject, f"{clause} {verb} {_named(staying, plan)}", staying[0].hint)]
+    if rest == [1]:
+        hint = f"systemctl list-sockets shows which unit listens on {subject}: stop that"
+        return [Unmet(check, subject, f"{clause} {verb} systemd itself, for a socket unit", hint)]
+    if rest or not pids:
+        ours = f"PID {', '.join(map(str, rest))}, which belongs to this start itself"
+        hint = f"ss -ltnp 'sport = :{subject}' may tell more"
+        return [Unmet(check, subject, f"{clause} {verb} {ours if rest else 'nobody that can be seen'}", hint)]
+    return []
+
+
+def _named(staying: Sequence[Decision], plan: Plan) -> str:
+    first, *others = staying
+    more = f"; and by {len(others)} more" if others else ""
+    return f"{who(first, plan.gpus)}: it {first.reason}{more}"
+
+
+# Memory and disk -----------------------------------------------------------------------------------------------------
+
+
+def _host_memory(needed: int) -> list[Unmet]:
+    if not needed:
+        return []
+    try:
+        import psutil  # It takes as long to load as all the rest, so only where it is asked for.
+    except ImportError as error:
+        hint = "install python3-psutil for the system's own python3"
+        return [Unmet("host_memory", mib(needed), f"the machine's memory cannot be told: {error}", hint)]
+    available = psutil.virtual_memory().available
+    if available >= needed:
+        return []
+    needs, has = amounts(needed, available)
+    message = f"the machine has {has} of memory available, {needs} are needed (require.host_memory)"
+    huge = _huge_pages()
+    counted = f"; {mib(huge)} are set aside as huge pages and cannot be used otherwise" if huge else ""
+    return [Unmet("host_memory", mib(needed), message + counted, "free -m and systemd-cgtop show who has it")]
+
+
+def _huge_pages() -> int:
+    """Bytes of the pool of huge pages, which MemAvailable does not count (proc_meminfo(5))."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        rows = dict(line.split(":", 1) for line in file)
+    return 1024 * int(rows.get("Hugetlb", "0 kB").split()[0])
+
+
+def _disk(require: Require, host: Neighbours) -> list[Unmet]:
+    found = []
+    for path, needed in require.disk.items():
+        answer = host.ask_files(("file:disk", path), serverfiles.SLOW)
+        if answer is None:
+            found.append(Unmet("disk", path, f"{path} did not answer within {serverfiles.SLOW:g} s", serverfiles.HUNG))
+        elif isinstance(answer, str):
+            found.append(Unmet("disk", path, f"{path} cannot be measured: {answer}", "correct require.disk"))
+        elif answer[0] < needed:
+            needs, has = amounts(needed, answer[0])
+            message = f"{path} has {has} free, {needs} are needed (require.disk)"
+            found.append(Unmet("disk", path, message, f"make room there: df -h {path}"))
+        elif answer[1] is not None and answer[1] < FEWEST_INODES:
+            message = f"{path} has {answer[1]} inodes free, too few for a server to make its files (require.disk)"
+            found.append(Unmet("disk", path, message, f"remove files there: df -i {path}"))
+    return found
