@@ -268,7 +268,7 @@ class _Run:
         self._ledger.lacks(found)
         return self._checking or not self._ledger.unmet
 
-    def _needs(self, start: Start) -> bool:
+    def _needs(self, start: Start, deadline: float) -> bool:
         """Whether what the stale may have stood in the way of is free now; then what they left is cleared away."""
         policy, last = start.policy, self._ledger.last
         if not policy.asks_more or last is None:
@@ -281,6 +281,7 @@ class _Run:
                 self._host,
                 *last,
                 own_sockets=lambda: settings.socket_ports(self._host.systemd, start.unit),
+                until=deadline,
             )
         self._ledger.lacks(found)
         return not self._ledger.unmet
@@ -407,7 +408,7 @@ class _Run:
                 before_kill=self._before_kill(policy),
                 last_resort=self._last_resort(policy, surveyor, inventory, deadline),
             )
-        if self._needs(start) and proved:
+        if self._needs(start, deadline) and proved:
             self._clear(start)
             self._prove(start, gpus)
         elif self._checking:

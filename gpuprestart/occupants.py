@@ -13,7 +13,7 @@ from .host import procfs, sockets
 from .neighbours import Ask
 from .policy import Require
 from .registry import SLOW
-from .survey import Look
+from .survey import UNREAD, Look
 
 #: So many processes are asked for their command lines at once.
 BATCH = 128
@@ -22,8 +22,11 @@ BATCH = 128
 def look(require: Require, ask: Ask) -> Look:
     """How a survey looks for what these requirements are about."""
 
+    #: Who has not answered once is not asked again: each costs a child, and of those there are only a few.
+    silent: set[int] = set()
+
     def occupied(pids: Sequence[int], kin: Collection[int]) -> dict[str, tuple[int, ...]]:
-        return {**_ports(require.ports, [*pids, *kin]), **_processes(require.processes, pids, ask)}
+        return {**_ports(require.ports, [*pids, *kin]), **_processes(require.processes, pids, ask, silent)}
 
     return occupied
 
@@ -39,11 +42,15 @@ def _ports(ports: Sequence[int], pids: Sequence[int]) -> dict[str, tuple[int, ..
     }
 
 
-def _processes(patterns: Sequence[re.Pattern[str]], pids: Sequence[int], ask: Ask) -> dict[str, tuple[int, ...]]:
-    """By pattern. One whose command line cannot be told may be any of them."""
+def _processes(
+    patterns: Sequence[re.Pattern[str]], pids: Sequence[int], ask: Ask, silent: set[int]
+) -> dict[str, tuple[int, ...]]:
+    """By pattern; and those whose command lines cannot be told, who may be any of them. No answer is no proof, so they
+    have nothing by that."""
     found: dict[str, list[int]] = {}
     words = [pattern.pattern for pattern in patterns]
-    batches = [[*pids[start : start + BATCH]] for start in range(0, len(pids) if words else 0, BATCH)]
+    rest = [pid for pid in pids if pid not in silent] if words else []
+    batches = [rest[start : start + BATCH] for start in range(0, len(rest), BATCH)]
     while batches:
         batch = batches.pop(0)
         answer: Mapping[int, Sequence[int]] | None = ask(("matching", (batch, words)), SLOW)
@@ -51,8 +58,11 @@ def _processes(patterns: Sequence[re.Pattern[str]], pids: Sequence[int], ask: As
             batches[:0] = [[pid] for pid in batch]
             continue
         if answer is None:
-            answer = {batch[0]: range(len(words))}
+            silent.update(batch)
+            continue
         for pid, numbers in answer.items():
             for number in numbers:
                 found.setdefault(f"process {words[number]}", []).append(pid)
-    return {clause: tuple(sorted(having)) for clause, having in found.items()}
+    told = {clause: tuple(sorted(having)) for clause, having in found.items()}
+    unread = sorted(pid for pid in silent.intersection(pids) if procfs.read(pid) is not None)
+    return {**told, UNREAD: tuple(unread)} if unread else told

@@ -14,6 +14,7 @@ from .model import Account, Action, Decision, Gpu, Inventory, Plan, Survey, Unme
 from .neighbours import Neighbours, clock
 from .policy import Require
 from .report import who
+from .survey import UNREAD
 from .text import amounts, mib
 
 #: Fewer inodes than a server opens files for its logs and caches are as good as none.
@@ -48,11 +49,12 @@ def before(
 
 
 def after(
-    require: Require, host: Neighbours, survey: Survey, plan: Plan, *, own_sockets: Callable[[], set[int]]
+    require: Require, host: Neighbours, survey: Survey, plan: Plan, *, own_sockets: Callable[[], set[int]], until: float
 ) -> list[Unmet]:
-    """What the stale may have stood in the way of. ``own_sockets`` are the ports on which systemd listens for us."""
+    """What the stale may have stood in the way of. ``own_sockets`` are the ports on which systemd listens for us;
+    disks are looked at ``until`` then."""
     found = [unmet for clause, pids in survey.occupied.items() for unmet in _occupied(clause, pids, plan, own_sockets)]
-    return found + _host_memory(require.host_memory) + _disk(require, host)
+    return found + _host_memory(require.host_memory) + _disk(require, host, until)
 
 
 # Ports and processes -------------------------------------------------------------------------------------------------
@@ -60,19 +62,26 @@ def after(
 
 def _occupied(clause: str, pids: Sequence[int], plan: Plan, own_sockets: Callable[[], set[int]]) -> list[Unmet]:
     """Nothing for those that are stale: they are ended, or the verdict names them as what could not be."""
+    if clause == UNREAD:
+        more = f" and {len(pids) - 4} more" if len(pids) > 4 else ""
+        named = f"PID {', '.join(map(str, pids[:4]))}{more}"
+        hint = f"ps -o pid,stat,wchan:32,comm -p {pids[0]} shows where it hangs"
+        return [Unmet("processes", str(pids[0]), f"the command line of {named} gave no answer", hint)]
     kind, _, subject = clause.partition(" ")
     port = kind == "port"
     check, verb = ("ports", "is in use by") if port else ("processes", "runs, which must not be:")
     holders = [each for each in plan.decisions if each.holder.process.pid in pids]
     staying = [each for each in holders if each in plan.occupants or each.action is not Action.KILL]
-    rest = [pid for pid in pids if pid not in {each.holder.process.pid for each in holders}]
+    # Nobody of this start is asked for its command line; who matched and is no holder has gone since.
+    rest = [pid for pid in pids if port and pid not in {each.holder.process.pid for each in holders}]
     if port and rest == [1] and not staying and int(subject) in own_sockets():
         return []
     if staying:
         return [Unmet(check, subject, f"{clause} {verb} {_named(staying, plan)}", staying[0].hint)]
     if rest == [1]:
         hint = f"systemctl list-sockets shows which unit listens on {subject}: stop that"
-        return [Unmet(check, subject, f"{clause} {verb} systemd itself, for a socket unit", hint)]
+        what = f"{clause} {verb} systemd itself, for a socket unit or in a store of descriptors"
+        return [Unmet(check, subject, f"{what} (FileDescriptorStoreMax=)", hint)]
     if rest or not pids:
         ours = f"PID {', '.join(map(str, rest))}, which belongs to this start itself"
         hint = f"ss -ltnp 'sport = :{subject}' may tell more"
@@ -97,7 +106,12 @@ def _host_memory(needed: int) -> list[Unmet]:
     except ImportError as error:
         hint = "install python3-psutil for the system's own python3"
         return [Unmet("host_memory", mib(needed), f"the machine's memory cannot be told: {error}", hint)]
-    available = psutil.virtual_memory().available
+    try:
+        available = psutil.virtual_memory().available
+    except OSError as error:
+        # /proc may show processes alone (ProcSubset=pid).
+        hint = "/proc/meminfo has to be there: leave ProcSubset= out, or keep the + of the hook's line"
+        return [Unmet("host_memory", mib(needed), f"the machine's memory cannot be told: {error.strerror}", hint)]
     if available >= needed:
         return []
     needs, has = amounts(needed, available)
@@ -114,12 +128,13 @@ def _huge_pages() -> int:
     return 1024 * int(rows.get("Hugetlb", "0 kB").split()[0])
 
 
-def _disk(require: Require, host: Neighbours) -> list[Unmet]:
+def _disk(require: Require, host: Neighbours, until: float) -> list[Unmet]:
     found = []
     for path, needed in require.disk.items():
-        answer = host.ask_files(("file:disk", path), serverfiles.SLOW)
+        patience = max(serverfiles.LEAST, min(serverfiles.SLOW, until - clock()))
+        answer = host.ask_files(("file:disk", path), patience)
         if answer is None:
-            found.append(Unmet("disk", path, f"{path} did not answer within {serverfiles.SLOW:g} s", serverfiles.HUNG))
+            found.append(Unmet("disk", path, f"{path} did not answer within {patience:.2g} s", serverfiles.HUNG))
         elif isinstance(answer, str):
             found.append(Unmet("disk", path, f"{path} cannot be measured: {answer}", "correct require.disk"))
         elif answer[0] < needed:

@@ -41,6 +41,7 @@ _FAULTS = {
     "empty": "{} is empty",
     # Of programs.
     "unknown": "{} cannot be executed: its unit's {}{} is not known on this machine",
+    "noexec": "{} lies on a file system that is mounted with noexec",
     "rights": "{} has mode {}, by which {account} may not execute it",
     "closed": "{} cannot be reached by {account}, who may not search the folder {}",
     "nameless": "{} is a script that names no interpreter",
@@ -58,12 +59,14 @@ _FAULTS = {
     "header": "{} has a header that is no JSON object",
     "entry": "{} has a header whose entry {} cannot be one",
     "length": "{} has {} bytes, and by its header {}",
+    "holes": "{} has a header by which its tensors overlap, or leave bytes to nobody",
     "tensors": "{} names {} tensors that are in no file, such as {}",
     "unfinished": "{} is left of a download that is not finished",
     "weights": "{} has no weights (*.safetensors)",
     "tokenizer": "{} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt)",
     # Of lists of checksums.
     "line": "{}:{} is no line of sha256sum's",
+    "itself": "{} lists itself, which no list can",
     "twice": "{} has two checksums of {}",
     "nothing": "{} lists nothing",
     "uncovered": "{} is not listed in {}",
@@ -76,6 +79,7 @@ _HINTS = {
     "unfinished": "finish the download, or remove what is left of it once it is known to be over",
     "line": "make the list anew: sha256sum",
     "nothing": "make the list anew: sha256sum",
+    "itself": "remove the list, then make it anew: sha256sum",
     "twice": "make the list anew: sha256sum",
     "uncovered": "make the list anew: sha256sum",
 }
@@ -142,7 +146,10 @@ def _not_executable(path: str, answer: Any, account: str) -> Unmet:
     word, subject, *facts = answer
     if subject != path:
         subject = f"{shown} is run by {subject}, which"
-    hint = "correct User= and Group= of the unit" if word == "unknown" else f"namei -l {shown} shows who may do what"
+    hint = {
+        "unknown": "correct User= and Group= of the unit",
+        "noexec": f"findmnt -T {shown} shows which: mount it with exec, or put the program elsewhere",
+    }.get(word, f"namei -l {shown} shows who may do what")
     return _unmet("executables", path, _sentence((word, subject, *facts), account), hint)
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
 from . import envfile, owners, policy, quantities
@@ -129,17 +129,31 @@ def account_of(systemd: Systemd, unit: Optional[str]) -> Account:
 
 
 def socket_ports(systemd: Systemd, unit: Optional[str]) -> set[int]:
-    """The TCP ports on which systemd listens for this unit, by the sockets that start it."""
-    sockets = _said(systemd, unit, ("TriggeredBy",)).get("TriggeredBy", "").split()
-    found = set()
-    for name in sockets:
-        # One line for each address, such as "[::]:30000 (Stream)".
-        for line in _said(systemd, name, ("Listen",)).get("Listen", "").split("\n"):
-            address, _, kind = line.partition(" ")
-            port = address.rpartition(":")[2]
-            if kind == "(Stream)" and port.isascii() and port.isdigit():
-                found.add(int(port))
-    return found
+    """The TCP ports on which systemd listens for this unit, by the sockets that start it, and for no other."""
+    triggers = _said(systemd, unit, ("TriggeredBy",)).get("TriggeredBy", "").split()
+    if not triggers:
+        return set()
+    try:
+        sockets = systemd.each("*.socket", ("Id", "ActiveState", "Listen"))
+    except SystemdError as error:
+        raise Refusal(Outcome.UNKNOWN, f"systemd could not be asked about its sockets: {error}", _ANSWERS) from error
+    ours: set[int] = set()
+    others: set[int] = set()
+    for socket in sockets:
+        # One that has failed listens on nothing, whatever it was to listen on.
+        if socket.get("ActiveState") == "active":
+            (ours if socket.get("Id") in triggers else others).update(_tcp_ports(socket.get("Listen", "")))
+    return ours - others
+
+
+def _tcp_ports(listen: str) -> Iterator[int]:
+    """Of an address on each line, such as "[::]:30000 (Stream)"."""
+    for line in listen.split("\n"):
+        address, _, kind = line.partition(" ")
+        port = address.rpartition(":")[2]
+        # A path, a name in the abstract, and an address of a virtual machine's host may end in a number as well.
+        if kind == "(Stream)" and not address.startswith(("/", "@", "vsock:")) and port.isascii() and port.isdigit():
+            yield int(port)
 
 
 def _said(systemd: Systemd, unit: Optional[str], names: Sequence[str]) -> Mapping[str, str]:

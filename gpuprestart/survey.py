@@ -20,6 +20,10 @@ from .registry import SLOW, Registry
 #: What the policy asks to be free, and which of these processes have it.
 Look = Callable[[Sequence[int], Collection[int]], Mapping[str, tuple[int, ...]]]
 
+#: In place of a clause, for those of whom it cannot be told what they have. They have nothing, then, but a place in the
+#: verdict: no answer is no proof.
+UNREAD = "unread"
+
 #: So many processes are asked for their maps at once.
 BATCH = 128
 
@@ -243,6 +247,6 @@ def _by_pid(occupied: Mapping[str, tuple[int, ...]], kin: Collection[int]) -> di
     found: dict[int, tuple[str, ...]] = {}
     for clause, pids in occupied.items():
         for pid in pids:
-            if pid not in kin:
+            if pid not in kin and clause != UNREAD:
                 found[pid] = (*found.get(pid, ()), clause)
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -30,11 +31,14 @@ LIST_LIMIT = 16 << 20
 MOST_FILES = 100_000
 MOST_SHARDS = 10_000
 
+#: More faults of one list are not looked for: it is none, then.
+MOST_FAULTS = 1000
+
 #: Bytes hashed between two looks at the clock.
 BLOCK = 1 << 20
 
 #: Weights of other formats do not tell their length, so only their names and that they are not empty can be checked.
-_UNCHECKED = re.compile(r"pytorch_model.*\.bin|consolidated.*\.pth|.*\.gguf", re.DOTALL)
+_UNCHECKED = re.compile(r"pytorch_model.*\.bin|consolidated.*\.pth|[^.].*\.gguf", re.DOTALL)
 
 #: GNU's format, in which a backslash in front says that the name is escaped (sha256sum(1)).
 _SUM = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)", re.DOTALL)
@@ -206,9 +210,7 @@ def _model(folder: str) -> Iterator[tuple[str, Any]]:
         except Faulty as fault:
             faults.append((fault.args[0], name, *fault.args[1:]))
         yield "on", 0
-    shards = {name for name in names if name.endswith(".safetensors")}.union(
-        *(map.values() for map in indexes.values())
-    )
+    shards = {name for name in names if _is_shard(name)}.union(*(map.values() for map in indexes.values()))
     held: dict[str, frozenset[str]] = {}
     for number, shard in enumerate(sorted(shards)):
         try:
@@ -226,8 +228,13 @@ def _model(folder: str) -> Iterator[tuple[str, Any]]:
     yield "done", faults
 
 
+def _is_shard(name: str) -> bool:
+    """Servers take ``*.safetensors``, which no hidden file fits, such as those that macOS leaves (``._*``)."""
+    return name.endswith(".safetensors") and not name.startswith(".")
+
+
 def _indexes(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.endswith(".safetensors.index.json")]
+    return [name for name in names if name.endswith(".safetensors.index.json") and not name.startswith(".")]
 
 
 def _weight_map(path: str) -> dict[str, str]:
@@ -258,24 +265,37 @@ def tensors(descriptor: int, size: int) -> frozenset[str]:
         raise Faulty("headless", size, 8 + length)
     header = _object(_read(descriptor, length, 8), "header")
     header.pop("__metadata__", None)
-    end = max((_end(name, entry) for name, entry in header.items()), default=0)
+    spans = sorted(_span(name, entry) for name, entry in header.items())
+    end = max((end for _, end in spans), default=0)
     if size != 8 + length + end:
         raise Faulty("length", size, 8 + length + end)
+    # The format knows no bytes of nobody's, and none of two tensors.
+    if [start for start, _ in spans] != [0, *(end for _, end in spans)][: len(spans)]:
+        raise Faulty("holes")
     return frozenset(header)
 
 
-def _end(name: str, entry: Any) -> int:
-    """Where a tensor's bytes end, counted from the header's end."""
+#: Bits of a number of each kind that is known; of another kind, the length is not checked.
+_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **{"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64},
+}
+
+
+def _span(name: str, entry: Any) -> tuple[int, int]:
+    """Where a tensor's bytes begin and end, counted from the header's end."""
     if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
         shape: Any = entry.get("shape")
         offsets: Any = entry.get("data_offsets")
         if _are_numbers(shape) and _are_numbers(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]:
-            return int(offsets[1])
+            bits = _BITS.get(entry["dtype"])
+            if bits is None or 8 * (offsets[1] - offsets[0]) == bits * math.prod(shape):
+                return offsets[0], offsets[1]
     raise Faulty("entry", name)
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
+    return isinstance(value, list) and all(type(number) is int and 0 <= number < 1 << 63 for number in value)
 
 
 def _homeless(index: str, where: dict[str, str], held: dict[str, frozenset[str]]) -> list[Fault]:
@@ -349,6 +369,9 @@ def _list(folder: str, name: str) -> Iterator[tuple[str, Any]]:
         if not line.strip() or line.startswith("#"):
             continue
         match = _SUM.fullmatch(line)
+        yield "on", len(entries)
+        if len(faults) >= MOST_FAULTS:
+            break
         if match is None:
             faults.append(("line", name, number))
             continue
@@ -357,6 +380,9 @@ def _list(folder: str, name: str) -> Iterator[tuple[str, Any]]:
             faults.append(("outside", name, file))
             continue
         file, digest = os.path.normpath(file), match[2].lower()
+        if file == name:
+            faults.append(("itself", name))
+            continue
         if entries.get(file, (digest,))[0] != digest:
             faults.append(("twice", name, file))
         try:
@@ -364,7 +390,6 @@ def _list(folder: str, name: str) -> Iterator[tuple[str, Any]]:
                 entries[file] = (digest, size)
         except Faulty as fault:
             faults.append((fault.args[0], file, *fault.args[1:]))
-        yield "on", len(entries)
     if not entries and not faults:
         faults.append(("nothing", name))
     faults += [("uncovered", shard, name) for shard in _weights(folder, names) if shard not in entries]
@@ -373,10 +398,10 @@ def _list(folder: str, name: str) -> Iterator[tuple[str, Any]]:
 
 def _weights(folder: str, names: list[str]) -> list[str]:
     """All files of weights, also those that an index names; an index that is at fault is a matter of the model."""
-    found = {name for name in names if name.endswith(".safetensors") or _UNCHECKED.fullmatch(name)}
+    found = {name for name in names if _is_shard(name) or _UNCHECKED.fullmatch(name)}
     for name in _indexes(names):
         try:
-            found.update(_weight_map(f"{folder}/{name}").values())
+            found.update(map(os.path.normpath, _weight_map(f"{folder}/{name}").values()))
         except Faulty:
             continue
     return sorted(found)

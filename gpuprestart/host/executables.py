@@ -106,6 +106,8 @@ def _why_not(path: str, folders: list[str], depth: int) -> Fault:
         return ("irregular", path)
     if not status.st_size:
         return ("empty", path)
+    if os.statvfs(path).f_flag & os.ST_NOEXEC:
+        return ("noexec", path)
     if not os.access(path, os.X_OK):
         closed = _closed(path)
         return ("closed", path, closed) if closed else ("rights", path, f"{stat.S_IMODE(status.st_mode):04o}")

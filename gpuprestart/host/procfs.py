@@ -439,17 +439,18 @@ def slow(request: tuple[str, Any]) -> Any:
         return "" if verb == "user" else None
 
 
-def _cmdline(pid: int) -> list[str] | None:
-    """The first words of a command line; None where there is nothing to read it from any more."""
+def _cmdline(pid: int, *, most: int = CMDLINE_BYTES, words: int = CMDLINE_WORDS) -> list[str] | None:
+    """The first words of a command line; None where there is nothing to read it from any more. -1 words are all."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            text = file.read(CMDLINE_BYTES)
+            text = file.read(most)
         if not text:
             with open(f"/proc/{pid}/stat", "rb") as file:
                 return None if parse_stat(file.read())[1][0] in ("Z", "X") else []
     except OSError:
         return None
-    return os.fsdecode(text[:-1] if text.endswith(b"\0") else text).split("\0")[:CMDLINE_WORDS]
+    found = os.fsdecode(text[:-1] if text.endswith(b"\0") else text).split("\0")
+    return found if words < 0 else found[:words]
 
 
 def _found(pattern: str, text: str) -> bool:
@@ -465,7 +466,7 @@ def _matching(pids: list[int], patterns: list[str]) -> dict[int, list[int]]:
     none, is left out."""
     found = {}
     for pid in pids:
-        text = " ".join(_cmdline(pid) or [])
+        text = " ".join(_cmdline(pid, most=MAPS_BYTES, words=-1) or [])
         numbers = [number for number, pattern in enumerate(patterns) if text and _found(pattern, text)]
         if numbers:
             found[pid] = numbers

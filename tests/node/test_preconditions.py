@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from .hung import Hung
 from .scene import TERM, Run, Scene
 
 pytestmark = pytest.mark.node
@@ -166,6 +167,31 @@ def test_a_socket_unit_listens_for_its_service(scene: Scene, port: int, own: boo
         scene.node.systemctl("stop", socket)
 
 
+@pytest.mark.parametrize("own", ["has failed", "has a path that ends like it", "has another address", "shares it"])
+def test_a_socket_unit_of_ours_excuses_nobody_else(scene: Scene, port: int, own: str) -> None:
+    unit, other = (scene.server(gpus=gpus) for gpus in "01")
+    ours, theirs = (each.replace(".service", ".socket") for each in (unit, other))
+    first, second = {
+        "has failed": (f"{port}", f"{port}"),
+        "has a path that ends like it": (f"{port}", f"/run/{unit}:{port}"),
+        "has another address": (f"127.0.0.1:{port}", f"127.0.0.2:{port}"),
+        "shares it": (f"{port}\nReusePort=yes", f"{port}\nReusePort=yes"),
+    }[own]
+    scene.policy(f"[deadline]\n{TERM}[require]\nports = [{port}]\n")
+    for socket, listen in ((theirs, first), (ours, second)):
+        scene.node.write(f"/etc/systemd/system/{socket}", f"[Socket]\nListenStream={listen}\n")
+    scene.node.systemctl("daemon-reload")
+    scene.node.systemctl("start", theirs)
+    started_too = scene.node.run(["systemctl", "start", ours], check=False).returncode == 0
+    assert started_too is (own != "has failed")
+    try:
+        assert not scene.start(unit)
+        run = scene.verdict(unit)
+        assert run.outcome == "precondition" and f"port {port} is in use by systemd itself" in run.verdict["message"]
+    finally:
+        scene.node.run(["systemctl", "stop", theirs, ours], check=False)
+
+
 def test_check_tells_who_has_the_port_and_touches_nobody(scene: Scene, port: int) -> None:
     pids = orphans(scene, f"0.0.0.0/{port}")
     scene.policy(f"[require]\nports = [{port}]\n")
@@ -211,6 +237,23 @@ def test_no_process_of_this_start_is_one_that_must_not_run(scene: Scene) -> None
     assert scene.start(unit) and scene.verdict(unit).outcome == "clean"
 
 
+def test_who_does_not_answer_proves_nothing_of_anybody_else(scene: Scene) -> None:
+    """The pattern takes for ever on one command line; and there is more than one look, for somebody stale."""
+    old = scene.name("old")
+    script = "sleep 1001 & sleep 1002 & exit 1"
+    scene.node.start(["/bin/sh", "-c", script], unit=old, user="model", properties=["KillMode=process"])
+    scene.await_state(old, "failed")
+    others = scene.node.unit_pids(old)
+    hard = scene.name("hard")
+    scene.node.start(["/bin/sleep", "1000", "0" * 45], unit=hard)
+    _, stale = scene.orphans("--open", "0", "--gpu", "0", "--mib", "1520")
+    went, run = started(scene, "processes = ['(0+0+)+y']")
+    assert not went and run.outcome == "precondition" and run.fates == {stale[0]: "terminated"}
+    (main,) = scene.node.unit_pids(hard)
+    assert run.verdict["message"] == f"the command line of PID {main} gave no answer"
+    assert len(others) == 2 and scene.alive(others)
+
+
 # Memory and disk -----------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +281,25 @@ def test_few_inodes(scene: Scene) -> None:
         refused(scene, 'disk = { "/run/few" = "1 MiB" }', "/run/few has", "inodes free")
     finally:
         scene.node.run(["umount", "/run/few"])
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene) -> None:
+    scene.policy("[deadline]\ntotal = '1500 ms'\n[require]\ndisk = { '/run/hung/file' = '1 B' }\n")
+    unit = scene.server(gpus="0")
+    with Hung(scene.node.leader) as hung:
+        hung.hang()
+        assert not scene.start(unit)
+        run = scene.verdict(unit)
+    assert run.outcome == "precondition" and "/run/hung/file did not answer" in run.verdict["message"]
+    assert run.verdict["duration_s"] < 4
+
+
+def test_memory_that_cannot_be_told(scene: Scene) -> None:
+    scene.policy("[require]\nhost_memory = '1 MiB'\n")
+    unit = scene.server(gpus="0", plus=False, more="User=root\nProcSubset=pid\n")
+    assert not scene.start(unit)
+    run = scene.verdict(unit)
+    assert (run.outcome, run.exit) == ("precondition", 75) and "memory cannot be told" in run.verdict["message"]
 
 
 def test_every_requirement_that_is_not_met_is_told(scene: Scene, port: int) -> None:

@@ -111,6 +111,16 @@ def test_a_folder_that_its_user_may_not_search(scene: Scene) -> None:
     accepted(scene, f'executables = ["{PLACE}/private/run.sh"]', more="User=root\n")
 
 
+def test_a_program_on_a_file_system_without_programs(scene: Scene) -> None:
+    place = "/run/noexec"
+    scene.node.run(["sh", "-c", f"mkdir -p {place} && mount -t tmpfs -o noexec none {place} && cp /bin/true {place}"])
+    try:
+        run = refused(scene, f'executables = ["{place}/true"]', "mounted with noexec")
+        assert run.verdict["hints"][0].startswith(f"findmnt -T {place}/true")
+    finally:
+        scene.node.run(["umount", place])
+
+
 @pytest.mark.parametrize("how", ["group", "supplementary", "member"])
 def test_a_program_of_a_group_that_the_unit_is_in(scene: Scene, how: str) -> None:
     scene.node.write(f"{PLACE}/run.sh", "#!/bin/sh\n", mode=0o750)

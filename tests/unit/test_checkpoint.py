@@ -358,10 +358,28 @@ def framed(header: bytes, data: int = 0) -> bytes:
         (b'{"q": {"dtype": "F32", "shape": [1], "data_offsets": [false, 4]}}', ("entry", "q")),
         (b'{"q": {"dtype": "F32", "shape": [1], "data_offsets": [0, 1e99]}}', ("entry", "q")),
         (b'{"q": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}', ("entry", "q")),
+        (b'{"q": {"dtype": "F32", "shape": [1], "data_offsets": [0, %s]}}' % (4000 * b"9"), ("entry", "q")),
+        (b'{"q": {"dtype": "F32", "shape": [1], "data_offsets": [0, %s]}}' % (5000 * b"9"), ("header",)),
+        (b'{"q": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', ("entry", "q")),
+        (b'{"q": {"dtype": "BOOL", "shape": [1], "data_offsets": [3, 4]}}', ("holes",)),
+        (
+            b'{"q": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},'
+            b' "k": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}}',
+            ("holes",),
+        ),
     ],
 )
 def test_a_header_that_is_none(header: bytes, fault: Any) -> None:
     assert tensors(framed(header, 4)) == fault
+
+
+def test_tensors_of_no_length_and_kinds_that_are_not_known() -> None:
+    header = (
+        b'{"a": {"dtype": "F32", "shape": [0, 7], "data_offsets": [0, 0]},'
+        b' "b": {"dtype": "NEW", "shape": [9], "data_offsets": [0, 4]},'
+        b' "c": {"dtype": "F64", "shape": [0], "data_offsets": [4, 4]}}'
+    )
+    assert tensors(framed(header, 4)) == {"a", "b", "c"}
 
 
 def test_the_longest_header() -> None:
@@ -466,6 +484,7 @@ def test_lines_of_a_list_that_say_nothing(model: Path) -> None:
         (f"{64 * '0'}  ../secret", ("outside", "SHA256SUMS", "../secret")),
         (f"{64 * '0'}  /etc/passwd", ("outside", "SHA256SUMS", "/etc/passwd")),
         (f"{64 * '0'}  gone", ("missing", "gone")),
+        (f"{64 * '0'}  ./SHA256SUMS", ("itself", "SHA256SUMS")),
         (f"{64 * '0'}  config.json\n{64 * '1'}  config.json", ("twice", "SHA256SUMS", "config.json")),
     ],
 )
@@ -485,6 +504,25 @@ def test_a_list_that_leaves_weights_out(model: Path) -> None:
     (model / INDEX).unlink()
     (model / "more.gguf").write_bytes(b"GGUF")
     assert [fault[:2] for fault in listed(model)[1]] == [("missing", INDEX), ("uncovered", "more.gguf")]
+
+
+def test_a_list_that_is_something_else_altogether(model: Path) -> None:
+    (model / "SHA256SUMS").write_text("x\n" * 1_000_000)
+    assert 1000 <= len(listed(model)[1]) < 1010
+
+
+def test_hidden_files_are_no_weights(model: Path) -> None:
+    """As macOS leaves them beside the real ones; no server takes them."""
+    sums(model)
+    for name in (f"._{SHARDS[0]}", f"._{INDEX}", "._model.gguf"):
+        (model / name).write_bytes(b"\0\5\x16\7")
+    assert faults(model) == [] and listed(model)[1] == []
+
+
+def test_an_index_and_a_list_may_name_a_file_each_in_its_way(model: Path) -> None:
+    sums(model)
+    index(model, q=f"./{SHARDS[0]}")
+    assert listed(model)[1] == []
 
 
 def test_a_list_of_nothing(model: Path) -> None:
