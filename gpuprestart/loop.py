@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Optional
 
 from . import drain, evict, judge, table
+from .host.nvml import DriverError
 from .ledger import Ledger
 from .model import Action, Decision, Plan, Reading, Survey
 from .neighbours import Neighbours, clock
@@ -29,10 +30,11 @@ MOST_ROUNDS = 10
 
 
 def look(
-    surveyor: Surveyor, policy: Policy, history: judge.History, ledger: Ledger
+    surveyor: Surveyor, policy: Policy, history: judge.History, ledger: Ledger, *, within: float = float("inf")
 ) -> tuple[Survey, Plan, judge.History]:
+    """``within`` so many seconds the driver has to answer, if that is less than it may take anyway."""
     with ledger.phase("survey"):
-        survey = surveyor.look()
+        survey = surveyor.look(within)
     history = judge.remember(history, policy, survey)
     plan = judge.plan(policy, survey, history)
     ledger.planned(survey, plan)
@@ -127,7 +129,11 @@ def _evict(
 
     def still_due(decisions: Sequence[Decision]) -> Sequence[Decision]:
         nonlocal survey
-        survey, now, _ = look(surveyor, policy, history, ledger)
+        try:
+            survey, now, _ = look(surveyor, policy, history, ledger, within=(deadline - clock()) / 2)
+        except DriverError:
+            # Who has the memory is not told any more. Whose they are is, and is asked again right before the signal.
+            return decisions
         due = {each.holder.process.identity for each in now.evict}
         return [] if _hopeless(now, ledger) else [each for each in decisions if each.holder.process.identity in due]
 

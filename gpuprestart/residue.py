@@ -1,37 +1,48 @@
 """What dead servers leave in shared memory, and which of it may go.
 
 Something is residue only if nobody has it open or mapped and nobody alive is known to want it; in doubt it stays, and
-that is told. What somebody has is his, and not a word is lost on it. Of a name that carries a PID, that process must be
-gone, in our PID namespace; and what was made or used a moment ago may be on its way from one process to another that
-has not opened it yet. A memfd has no name here, and the IPC namespace of a unit with PrivateIPC= is another one.
+that is told. What somebody has is his, and not a word is lost on it. A name may be handed over minutes before who gets
+it opens the file, as while a model is loaded: so of a name that carries a PID, that process must be gone, here and in
+the PID namespaces of containers; and of any other name, all who were there and may have been told it. A memfd has no
+name here, and the IPC namespace of a unit with PrivateIPC= is another one.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import functools
+import glob
 import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
+from . import infrastructure
 from .host import ipc, procfs
 from .host.ipc import File, Removal, Segment
-from .model import Account, Leftover
+from .model import Account, Leftover, Process
 from .neighbours import Neighbours
 from .policy import Residue
 from .registry import SLOW
+from .text import printable
 
-#: Seconds for which what was made or used last may yet be wanted by somebody who is only about to open it. Handing over
-#: a name takes milliseconds; and a server that dies while it starts, again and again, is not started again for seconds.
+#: Seconds for which what was made or used last may yet be wanted by somebody of whom nothing is known. Handing over a
+#: name takes milliseconds; and a server that dies while it starts, again and again, is not started again for seconds.
 YOUNG = 10.0
 
 #: So many processes are asked for their maps at once.
 BATCH = 128
 
 SHM = "/dev/shm"
+
+#: Nodes of GPUs, and those that lead to all of them: who has one open may be a server.
+NODES = "/dev/nvidia*"
+
+#: A start is told in ticks of /proc, and a file's time in those of the kernel, which are no longer; in doubt by one of
+#: them, the process was there first.
+TICK = 1 / procfs.TICKS
 
 #: Where programs that are known for it put their PID into a name: PyTorch (NewProcessWideShmHandle), CUDA (in hex),
 #: SGLang (make_shm_name), loky (SemLock). Other names of theirs, as NCCL's and Python's, are random.
@@ -41,24 +52,32 @@ _PID_IN_NAME = (
     (re.compile(r"sgl_shm_.*_([0-9]+)_[0-9a-f]{8}$"), 10),
     (re.compile(r"sem\.loky-([0-9]+)-"), 10),
 )
-#: In any other name each number by itself may be one.
+#: In any other name each number by itself may be one. That it is none is nothing to go by: of Python's random names one
+#: in forty has digits alone.
 _NUMBER = re.compile(r"(?<![0-9A-Za-z])[0-9]{1,10}(?![0-9A-Za-z])")
 
 
 class Users(NamedTuple):
-    """Which files any process has open or mapped, by device and inode; ``doubt`` says who could not be asked."""
+    """Which files any process has open or mapped, by device and inode; ``doubt`` says who could not be asked.
+
+    ``sharers`` are those who may be told a name: of each user, who was there first among all that share memory by name
+    or have a GPU. Where that one came too late for a file, so did the others.
+    """
 
     files: frozenset[tuple[int, int]] = frozenset()
     doubt: str = ""
+    sharers: tuple[Process, ...] = ()
 
 
 class Terms(NamedTuple):
     """What the judgement goes by besides the thing itself. ``uids`` is None where anybody's may go, ``alive`` tells of
-    a PID whether it is a process that is no thread of the kernel's, ``now`` is seconds since the epoch."""
+    a PID whether it is a process that is no thread of the kernel's; ``now``, and ``booted``, which is where
+    CLOCK_BOOTTIME began, are seconds since the epoch."""
 
     uids: Optional[frozenset[int]]
     alive: Callable[[int], bool]
     now: float
+    booted: float
 
 
 # Judgement -----------------------------------------------------------------------------------------------------------
@@ -77,7 +96,7 @@ def of_file(file: File, users: Users, terms: Terms) -> Optional[str]:
     alive = next(filter(terms.alive, pids_in(file.name)), None)
     if alive is not None:
         return f"has the number {alive} in its name, which is the PID of a process that is alive"
-    return _not_theirs(file.uid, terms) or _young(file.changed, terms)
+    return _not_theirs(file.uid, terms) or _young(file.changed, terms) or _awaited(file, users, terms)
 
 
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory"}
@@ -85,13 +104,16 @@ _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a directory"}
 
 def pids_in(name: str) -> Iterator[int]:
     """The PIDs that a name carries, or may carry."""
-    for pattern, base in _PID_IN_NAME:
-        found = pattern.match(name)
-        if found:
-            yield int(found[1], base)
-            return
+    known = _pid_in(name)
     # A server is not PID 1, and counters begin there.
-    yield from (number for number in map(int, _NUMBER.findall(name)) if number > 1)
+    guessed = (number for number in map(int, _NUMBER.findall(name)) if number > 1)
+    yield from guessed if known is None else (known,)
+
+
+def _pid_in(name: str) -> Optional[int]:
+    """The PID that a name is known to carry."""
+    found = ((pattern.match(name), base) for pattern, base in _PID_IN_NAME)
+    return next((int(match[1], base) for match, base in found if match), None)
 
 
 def of_segment(segment: Segment, terms: Terms) -> Optional[str]:
@@ -120,13 +142,31 @@ def _young(changed: float, terms: Terms) -> str:
     return "" if changed <= terms.now - YOUNG else f"was made or used less than {YOUNG:g} s ago"
 
 
+def _awaited(file: File, users: Users, terms: Terms) -> str:
+    """A program hands over a name of its own choice, and closes the file itself, long before the other opens it."""
+    if _pid_in(file.name) is not None:
+        return ""
+    first = next((each for each in users.sharers if each.uid == file.uid and _was_there(each, file, terms)), None)
+    if first is None:
+        return ""
+    return f"may yet be opened by {printable(str(first), 64)}, which is alive and was there before it was last used"
+
+
+def _was_there(process: Process, file: File, terms: Terms) -> bool:
+    return terms.booted + process.began <= file.changed + TICK
+
+
 # What is done --------------------------------------------------------------------------------------------------------
 
 
 def clear(policy: Residue, host: Neighbours, *, account: Account, touch: bool) -> list[Leftover]:
     """Remove what may go, or with ``touch`` false tell what would; all that was found, each with its fate."""
     uids = None if policy.owner == "any" else _uids(account, host)
-    terms = Terms(uids=uids, alive=functools.lru_cache(maxsize=None)(_alive), now=time.time())
+    now = time.time()
+    booted = now - time.clock_gettime(time.CLOCK_BOOTTIME)
+    inner = functools.lru_cache(maxsize=None)(procfs.inner_pids)
+    alive = functools.lru_cache(maxsize=None)(lambda pid: _alive(pid) or pid in inner())
+    terms = Terms(uids=uids, alive=alive, now=now, booted=booted)
     found: list[Leftover] = []
     for look in (_shm, _mqueue, _sysv, _mps):
         try:
@@ -153,7 +193,7 @@ def _files(
 ) -> list[Leftover]:
     with ipc.Directory(path) as directory:
         files = directory.files(wanted)
-        users = _users(host, directory.device, mappable=kind == "shm") if files else Users()
+        users = _users(host, directory.device, files, terms, mappable=kind == "shm") if files else Users()
         judged = ((file, of_file(file, users, terms)) for file in files)
         fates = (
             (file, _fate(kind, mode, touch, functools.partial(directory.remove, file), why)) for file, why in judged
@@ -208,41 +248,81 @@ def _fate(
 # Who has what --------------------------------------------------------------------------------------------------------
 
 
-def _users(host: Neighbours, device: int, *, mappable: bool) -> Users:
+def _users(host: Neighbours, device: int, files: Sequence[File], terms: Terms, *, mappable: bool) -> Users:
     """One look at all processes, for all files of a file system. Other mount namespaces may show the same files under
     other names, so device and inode tell; a descriptor in flight is seen by the kernel alone, when a file is to go."""
     found: set[tuple[int, int]] = set()
+    sharing: set[int] = set()
     hidden = []
     pids = procfs.pids()
     for pid in _breathing(pids, host):
         try:
-            found |= procfs.files_of(pid, {device})
+            having = procfs.files_of(pid, {device})
         except PermissionError:
             hidden.append(pid)
+            continue
+        found |= having
+        sharing |= {pid} if having else set()
     if mappable:
-        inodes, silent = _mapped(host, pids, device)
-        found |= {(device, inode) for inode in inodes}
+        mapped, silent = _mapped(host, pids, "ipc:maps", device)
+        found |= {(device, inode) for inodes in mapped.values() for inode in inodes}
+        sharing |= mapped.keys()
         hidden += silent
     hidden = sorted({pid for pid in hidden if procfs.read(pid) is not None})
     who = f"PID {', '.join(map(str, hidden[:4]))}" + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else "")
-    return Users(frozenset(found), f"{who} may not be looked into, or does not answer" if hidden else "")
+    doubt = f"{who} may not be looked into, or does not answer" if hidden else ""
+    return Users(frozenset(found), doubt, () if doubt else _sharers(host, pids, sharing, files, terms))
 
 
-def _mapped(host: Neighbours, pids: Sequence[int], device: int) -> tuple[set[int], list[int]]:
-    """The inodes that any of these processes has mapped, and the PIDs of those that could not be asked."""
-    found: set[int] = set()
+def _sharers(
+    host: Neighbours, pids: Iterable[int], sharing: Collection[int], files: Sequence[File], terms: Terms
+) -> tuple[Process, ...]:
+    """``Users.sharers``, as far as these files are concerned: ``sharing`` have something on the same file system."""
+    last: dict[int, File] = {}
+    for file in files:
+        if _pid_in(file.name) is None:
+            last[file.uid] = max(file, last.get(file.uid, file), key=lambda each: each.changed)
+    if not last:
+        return ()
+    # Our children have the driver open, and ourselves the directory.
+    ours = {os.getpid(), *host.children()}
+    read = (procfs.read(pid) for pid in _breathing(pids, host) if pid not in ours)
+    there = [each for each in read if each and each.uid in last and _was_there(each, last[each.uid], terms)]
+    serving = _serving(host, [each.pid for each in there if each.pid not in sharing])
+    first: dict[int, Process] = {}
+    for process in sorted(there, key=lambda each: each.began):
+        # A daemon or a display has a GPU to look after it, and not for a server's memory.
+        if process.pid in sharing or (process.pid in serving and not infrastructure.recognise(process)):
+            first.setdefault(process.uid, process)
+    return tuple(first.values())
+
+
+def _serving(host: Neighbours, pids: Sequence[int]) -> set[int]:
+    """Which of these processes have the node of any GPU open or mapped, or do not tell."""
+    numbers = (procfs.device_number(path) for path in glob.glob(NODES))
+    nodes = sorted({number for number in numbers if number is not None})
+    if not nodes:
+        return set()
+    swept = procfs.sweep(nodes, _breathing(pids, host))
+    mapped, silent = _mapped(host, pids, "maps", nodes)
+    return {*swept.opened, *swept.unreadable, *mapped, *silent}
+
+
+def _mapped(host: Neighbours, pids: Sequence[int], verb: str, what: Any) -> tuple[Mapping[int, list[int]], list[int]]:
+    """What any of these processes has mapped of what is asked for, and the PIDs of those that could not be asked."""
+    found: dict[int, list[int]] = {}
     silent: list[int] = []
     batches = [[*pids[start : start + BATCH]] for start in range(0, len(pids), BATCH)]
     while batches:
         batch = batches.pop(0)
-        answer = host.ask(("ipc:maps", (batch, device)), SLOW)
+        answer = host.ask((verb, (batch, what)), SLOW)
         if answer is None and len(batch) > 1:
             batches[:0] = [[pid] for pid in batch]
         elif answer is None:
             silent += batch
         else:
-            found.update(inode for inodes in answer.values() for inode in inodes or ())
-            silent += [pid for pid, inodes in answer.items() if inodes is None]
+            found.update({pid: numbers for pid, numbers in answer.items() if numbers})
+            silent += [pid for pid, numbers in answer.items() if numbers is None]
             rest = [pid for pid in batch if pid not in answer]
             batches[:0] = [rest] if rest else []
     return found, silent

@@ -35,6 +35,10 @@ CONTROL_STATES = ("condition", "start-pre", "stop-post")
 ENDING_STATES = ("stop-watchdog", "stop-sigterm", "stop-sigkill", "final-watchdog", "final-sigterm", "final-sigkill")
 
 
+#: The uid of a user who owns nothing, and is known everywhere (systemd's UIDS-GIDS).
+NOBODY = "65534"
+
+
 # The policy ----------------------------------------------------------------------------------------------------------
 
 
@@ -123,9 +127,12 @@ def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
 
 def account_of(systemd: Systemd, unit: Optional[str]) -> Account:
     """As whom a unit's server runs; without a unit, as root. Raises Refusal where systemd gives no answer."""
-    said = _said(systemd, unit, ("User", "Group", "SupplementaryGroups"))
-    groups = said.get("SupplementaryGroups", "").split()
-    return Account(user=said.get("User", ""), group=said.get("Group", ""), supplementary=tuple(groups))
+    said = _said(systemd, unit, ("User", "Group", "SupplementaryGroups", "DynamicUser"))
+    user, group = said.get("User", ""), said.get("Group", "")
+    if said.get("DynamicUser") == "yes" and not os.path.lexists(f"/run/systemd/dynamic-uid/direct:{user}"):
+        # Both are made up when the unit starts, and may do what anybody may.
+        user, group = NOBODY, NOBODY if group == user else group
+    return Account(user=user, group=group, supplementary=tuple(said.get("SupplementaryGroups", "").split()))
 
 
 def socket_ports(systemd: Systemd, unit: Optional[str]) -> set[int]:

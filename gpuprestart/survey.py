@@ -59,9 +59,12 @@ class Surveyor:
         """The selected GPUs alone, for watching memory come back. Raises DriverError."""
         return self._host.driver.sample(self._gpus, self._timeout())
 
-    def look(self) -> Survey:
-        """Everything. Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown."""
-        readings = self._host.driver.sample(self._inventory.gpus, self._timeout())
+    def look(self, within: float = float("inf")) -> Survey:
+        """Everything; ``within`` so many seconds the driver has to answer, where that is less than it may take anyway.
+
+        Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown.
+        """
+        readings = self._host.driver.sample(self._inventory.gpus, min(within, self._timeout()))
         # Before anything is asked, because the child that answers is started then, in our cgroup.
         in_unit = self._unit_pids()
         kin = self._kin(in_unit)

@@ -171,6 +171,18 @@ def _cgroup(directory: int) -> str:
         return "?"
 
 
+def inner_pids() -> frozenset[int]:
+    """The PIDs that processes have in the PID namespaces below ours, as those of containers (NSpid in proc(5))."""
+    found: set[int] = set()
+    for pid in pids():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+            said = next((line for line in file if line.startswith(b"NSpid:")), b"")
+            inner = [int(word) for word in said.split()[2:]]
+            if inner and read(pid) is not None:
+                found.update(inner)
+    return frozenset(found)
+
+
 def own_cgroup() -> str:
     """The cgroup that we are in, as ``parse_cgroup`` has it."""
     with open("/proc/self/cgroup", "rb") as file:

@@ -127,7 +127,7 @@ def test_once_in_a_boot(smi: Scene) -> None:
     ("script", "said"),
     [
         ("#!/bin/sh\necho 'no such luck' >&2\nexit 7\n", "exited with status 7 (no such luck)"),
-        ("#!/bin/sh\nexec sleep 1000\n", "was not done after"),
+        ("#!/bin/sh\nexec sleep 4711\n", "was not done after"),
         (None, "is not there"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_reset_that_fails_is_told_and_the_run_ends_as_it_would_have(
     assert any("a reset of GPU 0 was tried and failed" in hint and said in hint for hint in run.verdict["hints"])
     assert any(said in each["MESSAGE"] for each in smi.records(run, "warning"))
     assert smi.records(run, "gpu-reset") == []
-    assert smi.node.run(["pgrep", "-x", "-f", "sleep 1000"], check=False).stdout == ""
+    assert smi.node.run(["pgrep", "-x", "-f", "sleep 4711"], check=False).stdout == ""
 
 
 def test_a_command_that_others_can_write_is_not_run(smi: Scene) -> None:

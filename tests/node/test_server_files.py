@@ -121,6 +121,17 @@ def test_a_program_on_a_file_system_without_programs(scene: Scene) -> None:
         scene.node.run(["umount", place])
 
 
+def test_a_user_that_is_made_up_when_the_unit_starts(scene: Scene) -> None:
+    scene.node.write(f"{PLACE}/run.sh", "#!/bin/sh\n", mode=0o750)
+    for path, met in (("/bin/sleep", True), (f"{PLACE}/run.sh", False)):
+        scene.policy(f"[require]\nexecutables = ['{path}']\n")
+        unit = scene.server(gpus="0", more="User=\nDynamicUser=yes\n")
+        run = scene.check("--unit", unit)
+        assert (run.outcome, run.exit) == (("clean", 0) if met else ("precondition", 66)), run.verdict["message"]
+        assert scene.start(unit) is met
+        scene.node.systemctl("stop", unit)
+
+
 @pytest.mark.parametrize("how", ["group", "supplementary", "member"])
 def test_a_program_of_a_group_that_the_unit_is_in(scene: Scene, how: str) -> None:
     scene.node.write(f"{PLACE}/run.sh", "#!/bin/sh\n", mode=0o750)

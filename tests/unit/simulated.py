@@ -479,7 +479,7 @@ class World:
     def receive(self, timeout: float) -> Any:
         verb, uuids = self._questions.pop(0)
         self._counts["driver"] += 1
-        if self._counts["driver"] == self.machine.driver_dies:
+        if 0 < self.machine.driver_dies <= self._counts["driver"]:
             raise Died("was ended by SIGKILL")
         if verb == "init":
             gpus = [_gpu(card) for card in self.machine.layout.cards]

@@ -11,6 +11,7 @@ import pytest
 
 from gpuprestart import loop
 from gpuprestart.host import pidfd
+from gpuprestart.host.nvml import DriverError
 from gpuprestart.ledger import Ledger
 from gpuprestart.model import Decision, Fate, Holder, OwnerKind, Process, Reading, Survey
 from gpuprestart.story import Story
@@ -32,10 +33,14 @@ class Machine:
         self.looked: list[float] = []
         #: They are others at the last moment.
         self.changed: set[int] = set()
+        #: From then on the driver says nothing.
+        self.silent_from = float("inf")
         #: They do not obey SIGTERM.
         self.stubborn: set[int] = set()
 
-    def look(self) -> Survey:
+    def look(self, within: float) -> Survey:
+        if self.now >= self.silent_from:
+            raise DriverError("the driver did not answer")
         self.looked.append(self.now)
         left = [each for each in self.holders(self.now) if each.process.pid not in self.ended]
         return survey(*left, used=(self.used(self.now),), at=self.now)
@@ -147,6 +152,16 @@ def test_who_ignores_sigterm_is_spared_the_rest_when_somebody_alive_comes_in_the
     alone: Run = begin(lambda now: 3 if alone.machine.ended else 1523, lambda now: [stale(10)])
     alone.machine.stubborn = {10}
     assert alone.clean() and alone.signals == [(10, "SIGTERM"), (10, "SIGKILL")]
+
+
+@pytest.mark.case("C4")
+def test_who_ignores_sigterm_is_ended_though_the_driver_has_fallen_silent(begin: Begin) -> None:
+    """Whose it is can still be told; and what only hangs on a dead driver would be there for ever."""
+    run: Run = begin(lambda now: 1523, lambda now: [stale(10)])
+    run.machine.stubborn, run.machine.silent_from = {10}, 3.0
+    with pytest.raises(DriverError):
+        run.clean()
+    assert run.signals == [(10, "SIGTERM"), (10, "SIGKILL")]
 
 
 @pytest.mark.case("B1")

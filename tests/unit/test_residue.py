@@ -18,11 +18,11 @@ from typing import Any, Optional
 
 import pytest
 
-from gpuprestart import answers, events, hook, residue
+from gpuprestart import answers, events, hook, infrastructure, residue
 from gpuprestart.host import ipc, procfs
 from gpuprestart.host.ipc import File, Segment
 from gpuprestart.host.systemd import SystemdError
-from gpuprestart.model import MIB, Account, Leftover
+from gpuprestart.model import MIB, Account, Leftover, Process
 from gpuprestart.policy import Policy, Residue
 from gpuprestart.residue import Terms, Users
 
@@ -32,6 +32,7 @@ from .test_ipc import HAVING, MAPPED, OPEN
 ROOT = Path(__file__).parents[2]
 NOW = 1_000_000.0
 OLD = NOW - residue.YOUNG
+BOOTED = NOW - 1000.0
 
 # The judgement -------------------------------------------------------------------------------------------------------
 
@@ -41,7 +42,16 @@ def file(name: str = "nccl-aB3xYz", **changes: Any) -> File:
 
 
 def terms(*alive: int, uids: Optional[frozenset[int]] = frozenset({0, 1000})) -> Terms:
-    return Terms(uids=uids, alive=lambda pid: pid in alive, now=NOW)
+    return Terms(uids=uids, alive=lambda pid: pid in alive, now=NOW, booted=BOOTED)
+
+
+def sharer(**changes: Any) -> Process:
+    """One that began just when the file was last changed, and shares memory."""
+    began = OLD - BOOTED
+    made = Process(
+        pid=9, started=int(began * procfs.TICKS), began=began, ppid=1, comm="sglang", state="S", uid=1000, cgroup="/"
+    )
+    return made._replace(**changes)
 
 
 def test_what_nobody_has_may_go() -> None:
@@ -80,6 +90,38 @@ def test_who_cannot_be_asked_may_have_anything() -> None:
 
 def test_anybodys_may_go_where_the_policy_says_so() -> None:
     assert residue.of_file(file(uid=1001), Users(), terms(uids=None)) == ""
+
+
+@pytest.mark.parametrize("name", ["psm_0a1b2c3d", "psm_12345678", "nccl-aB3xYz", "sem.mp-k3x9_2a"])
+def test_a_name_may_have_been_handed_to_who_was_there_before(name: str) -> None:
+    """The SharedMemory of SGLang's tokenizer has no PID in its name, and the scheduler opens it when it comes to it."""
+    stays = "may yet be opened by sglang[9], which is alive and was there before it was last used"
+    users = Users(sharers=(sharer(uid=0, pid=8), sharer()))
+    assert residue.of_file(file(name), users, terms()) == stays
+    earlier, doubtful = sharer(began=1.0), sharer(began=OLD - BOOTED + residue.TICK)
+    assert residue.of_file(file(name), Users(sharers=(earlier,)), terms()) == stays
+    assert residue.of_file(file(name), Users(sharers=(doubtful,)), terms()) == stays
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("psm_0a1b2c3d", {"began": OLD - BOOTED + 2 * residue.TICK}),
+        ("psm_0a1b2c3d", {"uid": 1001}),
+        ("psm_0a1b2c3d", {"uid": 0}),
+        ("torch_77_1_2", {}),
+        ("cuda.shm.3e8.1a2b.1", {}),
+        ("sgl_shm_mm_4711_0a1b2c3d", {}),
+    ],
+)
+def test_a_name_was_not_handed_to_who_came_later_or_is_another_user(name: str, changes: dict[str, Any]) -> None:
+    """And of who has put his PID into it, it is known that he is gone."""
+    assert residue.of_file(file(name), Users(sharers=(sharer(**changes),)), terms()) == ""
+
+
+def test_a_name_of_a_process_cannot_forge_the_record() -> None:
+    users = Users(sharers=(sharer(comm="a\n\x1b[31m"),))
+    assert "by a\\x0a\\x1b[31m[9], " in (residue.of_file(file(), users, terms()) or "")
 
 
 @pytest.mark.parametrize(
@@ -147,8 +189,11 @@ class Stage:
 
     def __init__(self) -> None:
         self.prefix = f"gpuprestart{secrets.token_hex(6)}x"
-        self.hidden = hidden()
-        self.host: Any = SimpleNamespace(ask=lambda request, timeout: answers.answer(request), wait=wait)
+        # Nobody who is there already: neither PID 1 of a container, into which not even root may look, nor a server.
+        self.hidden = {*procfs.pids()} - {os.getpid()}
+        self.host: Any = SimpleNamespace(
+            ask=lambda request, timeout: answers.answer(request), wait=wait, children=lambda: ()
+        )
 
     def path(self, name: str = "one") -> Path:
         return Path("/dev/shm") / f"{self.prefix}-{name}"
@@ -169,20 +214,9 @@ class Stage:
 REMOVED = ("removed", "was nobody's any more")
 
 
-def hidden() -> set[int]:
-    """Where tests run in a container, PID 1 may be one that not even root may look into."""
-    found = set()
-    for pid in procfs.pids():
-        try:
-            procfs.files_of(pid, ())
-        except PermissionError:
-            found.add(pid)
-    return found
-
-
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    """Where nothing is too young, and whoever there is may be looked into."""
+    """Where nothing is too young, and whoever comes may be looked into."""
     monkeypatch.setattr(residue, "YOUNG", 0.0)
     made, pids = Stage(), procfs.pids
     monkeypatch.setattr(procfs, "pids", lambda: [pid for pid in pids() if pid not in made.hidden])
@@ -337,11 +371,46 @@ def test_a_name_with_the_pid_of_somebody_alive(stage: Stage) -> None:
 
 
 def test_a_thread_of_the_kernel_and_pid_1_are_no_servers(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = [pid for pid in procfs.pids() if (process := procfs.read(pid)) and process.ppid == 2]
+    threads = [pid for pid in stage.hidden if (process := procfs.read(pid)) and process.ppid == 2]
     if not threads:
         pytest.skip("no thread of the kernel is seen here")
+    monkeypatch.setattr(procfs, "pids", lambda: [os.getpid(), threads[0]])
     stage.made(f"{threads[0]}-1")
     assert [*stage.clear().values()] == [REMOVED]
+
+
+#: The first process of a PID namespace, with a child that is told by its PID there, and is a corpse after a line.
+CONTAINER = """
+import os, signal, sys
+with open("/proc/sys/kernel/ns_last_pid", "w") as file:
+    file.write(str(int(sys.argv[1]) - 1))
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+sys.stdin.readline()
+os.kill(child, 9)
+os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+print("dead", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_name_with_the_pid_that_somebody_has_in_a_container(stage: Stage) -> None:
+    taken = {*procfs.pids(), *stage.hidden}
+    free = next(number for number in range(20_000, 30_000) if number not in taken)
+    command = ["unshare", "--pid", "--mount-proc", "--fork", "--kill-child", sys.executable, "-I", "-S", "-c"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, CONTAINER, str(free)], stdin=pipe, stdout=pipe, text=True, bufsize=1) as container:
+        assert container.stdin and container.stdout and container.stdout.readline() == f"{free}\n"
+        path = stage.made(f"{free}-x")
+        (told,) = stage.clear().values()
+        assert told[0] == "kept" and f"the number {free}" in told[1] and path.exists()
+        # A corpse wants nothing.
+        container.stdin.write("die\n")
+        assert container.stdout.readline() == "dead\n"
+        assert [*stage.clear().values()] == [REMOVED] and not path.exists()
+        container.communicate("\n")
 
 
 def test_what_was_made_just_now_is_perhaps_on_its_way(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,6 +487,140 @@ def test_without_the_right_to_prove_it_nothing_goes(stage: Stage) -> None:
     assert done.stdout == "Permission denied\n" and path.exists()
 
 
+# Who may have been told a name ----------------------------------------------------------------------------------------
+
+#: Has something of its own on the same file system, and then makes files and closes them, for somebody whom it tells.
+HANDS_OVER = """
+import ctypes, os, sys
+own, way, *handed = sys.argv[1:]
+number = os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+if way == "mapped":
+    # Straight from the C library: Python's own mmap keeps a descriptor.
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_long] * 5]
+    os.ftruncate(number, 4096)
+    libc.mmap(None, 4096, 1, 1, number, 0)
+    os.close(number)
+if way != "named":
+    os.unlink(own)
+for path in handed:
+    with open(path, "xb") as file:
+        file.write(b"x" * 5000)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("way", ["open", "mapped", "named"])
+def test_what_a_server_has_handed_over_stays_until_it_is_gone(stage: Stage, way: str) -> None:
+    """It is closed, and nobody has opened it yet: the scheduler loads its model for minutes."""
+    earlier = stage.made("earlier")
+    await_tick(earlier)
+    names = ["psm", "12345678"]
+    with python(HANDS_OVER, str(stage.path("own")), way, *(str(stage.path(name)) for name in names)) as server:
+        who = f"{comm(server.pid)}[{server.pid}]"
+        why = f"may yet be opened by {who}, which is alive and was there before it was last used"
+        kept = dict.fromkeys(names, ("kept", why))
+        assert stage.clear() == {**kept, "earlier": REMOVED}
+        server.kill()
+        await_death(server.pid)
+        # What it had is among it then.
+        told = stage.clear()
+        assert told.items() >= dict.fromkeys(names, REMOVED).items()
+
+
+def test_a_queue_may_have_been_handed_over_as_well(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands for the place of the queues here; who has one open may be told of another."""
+    folder = stage.path("queues")
+    folder.mkdir()
+    monkeypatch.setattr(ipc, "queues", lambda: str(folder))
+    policy = Residue(mqueue="remove")
+    try:
+        with python(HANDS_OVER, str(folder / "own"), "open", str(folder / "handed")):
+            (told,) = residue.clear(policy, stage.host, account=Account(), touch=True)
+            assert (told.kind, told.fate) == ("mqueue", "kept") and told.reason.startswith("may yet be opened by")
+        (told,) = residue.clear(policy, stage.host, account=Account(), touch=True)
+        assert (told.fate, told.reason) == REMOVED
+    finally:
+        folder.rmdir()
+
+
+def test_who_only_looks_at_gpus_or_has_none_is_told_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/dev/zero stands for the node of a GPU here."""
+    with open("/dev/zero", "rb") as zero, subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, stderr=zero) as cat:
+        stage.made()
+        told = ("kept", f"may yet be opened by cat[{cat.pid}], which is alive and was there before it was last used")
+        monkeypatch.setattr(residue, "NODES", "/dev/zer[o]")
+        assert stage.clear() == {"one": told}
+        with monkeypatch.context() as patched:
+            patched.setattr(stage.host, "children", lambda: (cat.pid,))
+            assert stage.clear(touch=False) == {"one": ("kept", "would be removed")}
+        with monkeypatch.context() as patched:
+            program = os.readlink(f"/proc/{cat.pid}/exe").rpartition("/")[2]
+            patched.setitem(infrastructure.PROGRAMS, program, "display server")
+            assert stage.clear(touch=False) == {"one": ("kept", "would be removed")}
+        monkeypatch.setattr(residue, "NODES", "/dev/ful[l]")
+        assert stage.clear() == {"one": REMOVED}
+        cat.kill()
+
+
+@pytest.mark.parametrize("way", ["mapped", "silent", "refuses"])
+def test_who_has_a_gpu_mapped_or_does_not_tell_may_be_a_server(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    code = "import mmap, os, sys; n = os.open('/dev/zero', os.O_RDWR); m = mmap.mmap(n, 4096, mmap.MAP_PRIVATE)\n"
+    code += "os.closerange(3, 99); print('ready', flush=True); sys.stdin.read()"
+    monkeypatch.setattr(residue, "NODES", "/dev/zer[o]")
+
+    def ask(request: tuple[str, Any], timeout: float) -> Any:
+        told = answers.answer(request)
+        return (
+            told
+            if way == "mapped" or request[0] != "maps"
+            else None
+            if way == "silent"
+            else dict.fromkeys(request[1][0], [])
+        )
+
+    with python(code) as child:
+        monkeypatch.setattr(procfs, "pids", lambda: [os.getpid(), child.pid])
+        stage.made()
+        stage.host.ask = ask
+        if way == "refuses":
+            monkeypatch.setattr(procfs, "sweep", lambda devices, pids: procfs.Sweep({}, tuple(pids)))
+        (told,) = stage.clear().values()
+        assert told[0] == "kept" and f"[{child.pid}], which is alive" in told[1]
+
+
+def test_of_several_servers_who_was_there_first_counts(stage: Stage) -> None:
+    with python(HANDS_OVER, str(stage.path("first")), "open", str(stage.path("one"))) as first:
+        await_tick(stage.path("one"))
+        with python(HANDS_OVER, str(stage.path("second")), "open", str(stage.path("two"))):
+            told = stage.clear()
+            assert told.keys() == {"one", "two"}
+            assert all(fate == "kept" and f"[{first.pid}], which is alive" in why for fate, why in told.values())
+
+
+def test_who_came_after_the_last_use_was_not_told(stage: Stage) -> None:
+    """However long that is ago, and whatever it has; and when it is used, that counts."""
+    path = stage.made("one")
+    await_tick(path)
+    with python(HANDS_OVER, str(stage.path("own")), "open"):
+        assert stage.clear(touch=False) == {"one": ("kept", "would be removed")}
+        path.write_bytes(b"y")
+        assert stage.clear()["one"][1].startswith("may yet be opened by")
+
+
+def comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").rstrip("\n")
+
+
+def await_tick(path: Path) -> None:
+    """Come back when a process that begins from now on is known to have begun after the file's last change."""
+    while time.time() < path.stat().st_ctime + 3 * residue.TICK:
+        wait([], residue.TICK)
+
+
 # SysV and MPS --------------------------------------------------------------------------------------------------------
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -491,6 +694,8 @@ def test_a_socket_of_mps_is_told_and_stays(stage: Stage, tmp_path: Path, monkeyp
 SERVER = """
 import mmap, os, sys, threading
 prefix, rounds = sys.argv[1], 0
+# The runs, which look into the folder, are somebody else then, and no excuse for anything.
+os.setuid(1234)
 print("ready", flush=True)
 stop = threading.Event()
 threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
@@ -512,20 +717,23 @@ while not stop.is_set() or rounds < 20:
     inode = os.fstat(number).st_ino
     memory = mmap.mmap(number, 8192)
     os.close(number)
-    # It lies there closed, for somebody who is told of it; our PID is in its name.
-    passed = f"/dev/shm/{prefix}-{os.getpid()}-passed"
-    with open(passed, "xb") as file:
-        file.write(b"x" * 5000)
-        other = os.fstat(file.fileno()).st_ino
+    # They lie there closed, for somebody who is told of them; our PID is in the name of one.
+    inodes = {}
+    for passed in (f"/dev/shm/{prefix}-{os.getpid()}-passed", f"/dev/shm/{prefix}-random"):
+        with open(passed, "xb") as file:
+            file.write(b"x" * 5000)
+            inodes[passed] = os.fstat(file.fileno()).st_ino
     for _ in range(20):
         there(held, inode)
         with open(held, "r+b", buffering=0) as file:
             there(held, inode)
             file.write(b"y")
-        there(passed, other)
-        with open(passed, "r+b", buffering=0) as file:
-            file.write(b"y")
-    os.unlink(passed)
+        for passed, other in inodes.items():
+            there(passed, other)
+            with open(passed, "r+b", buffering=0) as file:
+                file.write(b"y")
+    for passed in inodes:
+        os.unlink(passed)
     there(held, inode)
     os.unlink(held)
     memory.close()
@@ -543,8 +751,10 @@ prefix, times, *left_out = sys.argv[1], *map(int, sys.argv[2:])
 residue.YOUNG = 0.0
 pids = procfs.pids
 procfs.pids = lambda: [pid for pid in pids() if pid not in left_out]
-host = SimpleNamespace(ask=lambda request, timeout: answers.answer(request), wait=lambda descriptors, seconds: set())
-policy = Residue(shm="remove", shm_patterns=(f"{prefix}-*",))
+host = SimpleNamespace(
+    ask=lambda request, timeout: answers.answer(request), wait=lambda descriptors, seconds: set(), children=lambda: ()
+)
+policy = Residue(shm="remove", shm_patterns=(f"{prefix}-*",), owner="any")
 removed = set()
 for _ in range(times):
     found = residue.clear(policy, host, account=Account(), touch=True)
@@ -557,6 +767,7 @@ print(*sorted(removed))
 def test_the_files_of_a_live_server_survive_200_runs_at_once(stage: Stage) -> None:
     """And those of the dead beside them do not; none of them is removed twice."""
     dead = {stage.made(f"dead{number:c}").name for number in range(ord("a"), ord("z"))}
+    await_tick(stage.path("deady"))
     server = [sys.executable, "-I", "-S", "-c", SERVER, stage.prefix]
     runs = [sys.executable, "-c", RUNS, stage.prefix, "25", *map(str, stage.hidden)]
     pipe = subprocess.PIPE
@@ -572,8 +783,9 @@ def test_the_files_of_a_live_server_survive_200_runs_at_once(stage: Stage) -> No
 
 CROWD = """
 import os, signal, sys
-pids = []
-for _ in range(int(sys.argv[1])):
+pids, (count, user) = [], map(int, sys.argv[1:])
+os.setuid(user)
+for _ in range(count):
     pid = os.fork()
     if pid == 0:
         signal.pause()
@@ -584,13 +796,16 @@ for pid in pids:
 """
 
 
-def test_20_000_files_among_1_000_processes(stage: Stage) -> None:
-    """All processes are looked at once, whatever the number of files: it takes a second or two."""
-    for number in range(20_000):
-        os.close(os.open(stage.path(f"x{number}"), os.O_CREAT | os.O_WRONLY, 0o600))
-    with python(CROWD, "1000") as crowd:
+def test_20_000_files_among_1_000_processes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes are looked at once, whatever the number of files: it takes a second or two. They are of the same
+    user, were there before, and could have a GPU, but have none."""
+    monkeypatch.setattr(residue, "NODES", "/dev/zer[o]")
+    with python(CROWD, "1000", "1234") as crowd:
+        for number in range(20_000):
+            os.close(os.open(stage.path(f"x{number}"), os.O_CREAT | os.O_WRONLY, 0o600))
+            os.chown(stage.path(f"x{number}"), 1234, 1234)
         began = time.process_time()
-        told = stage.clear()
+        told = stage.clear(user="1234")
         took = time.process_time() - began
         crowd.communicate()
     assert [*told.values()] == [REMOVED] * 20_000

@@ -25,6 +25,8 @@ kill -TERM $PPID
 @pytest.fixture
 def waiter() -> Iterator[Waiter]:
     before = {number: signal.getsignal(number) for number in ENDING}
+    # Who runs the tests may have been told to ignore it (nohup).
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     made = Waiter()
     yield made
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
