@@ -74,15 +74,16 @@ def test_never_the_wrong_process(tally: Counter[str], machine: Machine) -> None:
         ("protected", 0.1),
         ("cleaned", 0.1),
         ("clean", 0.05),
-        ("unattributed", 0.05),
-        ("not-freed", 0.02),
+        ("unattributed", 0.03),
+        ("not-freed", 0.01),
         ("denied", 0.02),
         ("unknown", 0.02),
-        ("respawning", 0.01),
-        ("unkillable", 0.005),
+        ("respawning", 0.003),
+        ("unkillable", 0.001),
     ],
 )
 def test_there_are_enough_machines_of_every_kind(tally: Counter[str], kind: str, share: float) -> None:
+    """Far below what there are of them, for no two runs try the same machines."""
     if tally["machines"] < 1000:
         pytest.skip("too few machines were run to tell")
     assert tally[kind] >= share * tally["machines"]
