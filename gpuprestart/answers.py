@@ -12,7 +12,7 @@ from .host import procfs
 
 
 def answer(request: tuple[str, Any]) -> Any:
-    """Those of procfs.slow, checkpoint.slow, executables.slow and ipc.slow, by the verb that a request begins with."""
+    """Those of procfs.slow, checkpoint.slow and executables.slow, by the verb that a request begins with."""
     verb, _ = request
     if verb == "file:executable":
         from .host import executables
@@ -22,8 +22,4 @@ def answer(request: tuple[str, Any]) -> Any:
         from .host import checkpoint
 
         return checkpoint.slow(request)
-    if verb.startswith("ipc:"):
-        from .host import ipc
-
-        return ipc.slow(request)
     return procfs.slow(request)

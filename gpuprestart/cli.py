@@ -18,8 +18,10 @@ from .host.waiter import Waiter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import Any
 
     from .commandline import Command
+    from .host.program import Ended
 
 #: The statuses of a fault in this program, of a machine that has nothing to give, and of a unit that does not let us
 #: have enough, where there is not even a verdict to tell it.
@@ -160,7 +162,6 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .host.locks import Locks, Notes
     from .host.notify import extend_timeout, notify_status
     from .host.nvml import Driver
-    from .host.program import Programs
     from .host.systemd import Systemd, SystemdError
     from .neighbours import Neighbours
     from .telling import Teller
@@ -178,7 +179,14 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
 
     # The one that is there was forked before there were any locks; another may have to take its place.
     child.at_fork = alone
-    programs = Programs(wait=wait, at_fork=alone)
+    unended: set[int] = set()
+
+    def run_program(*command: Any, **how: Any) -> Ended:
+        # Few policies name one, and no other start has to wait until this is loaded.
+        from .host.program import Programs
+
+        return Programs(wait=wait, at_fork=alone, pids=unended)(*command, **how)
+
     questions, files = Questions(start), Questions(start)
     journal = Journal(journal_stream=os.environ.get("JOURNAL_STREAM", ""))
     if command.journal:
@@ -194,7 +202,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         systemd=Systemd(wait),
         ask=questions,
         ask_files=files,
-        children=lambda: {child.pid, *questions.pids, *files.pids, *programs.pids},
+        children=lambda: {child.pid, *questions.pids, *files.pids, *unended},
         write=write,
         say_status=notify_status,
         extend_timeout=lambda seconds: "NOTIFY_SOCKET" in os.environ and extend_timeout(int(seconds * 1_000_000)),
@@ -202,7 +210,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         locks=locks,
         claims=Notes("claims"),
         bypasses=Notes("bypass"),
-        run_program=programs,
+        run_program=run_program,
     )
     try:
         if command.verb == "doctor":
@@ -218,7 +226,7 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     status = teller.tell(command, verdict)
     journal.close()
     if command.verb == "clean" and verdict.unit:
-        stuck = questions.pids | files.pids | programs.pids | (set() if child.end() else {child.pid})
+        stuck = questions.pids | files.pids | unended | (set() if child.end() else {child.pid})
         aside = [(pid, f"gpuprestart-stuck-{pid}.scope", "Asked the driver or the kernel, and hangs") for pid in stuck]
         aside += [
             (process.pid, owners.unkillable_scope(process.pid), f"A process of {verdict.unit} that survived SIGKILL")

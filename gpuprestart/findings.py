@@ -13,6 +13,7 @@ from .claims import FOLDER, NOBODY
 from .model import Decision, Fate, GpuState, Outcome, OwnerKind, Plan, Survey
 from .report import doubts, held, indices, usage, who
 from .story import Story
+from .text import numbered
 
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
 MOST_NAMED = 3
@@ -97,7 +98,8 @@ def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
     unexplained = [state for state in plan.gpus if state.gpu.uuid in plan.unexplained]
     if unexplained and survey.unreadable:
         unseen = f"{count(len(survey.unreadable), 'process', 'processes')} may not be looked into"
-        message = f"{_where(unexplained)}: nobody is seen to hold it, but {unseen} ({_pids(survey.unreadable)})"
+        pids = numbered(survey.unreadable, MOST_NAMED)
+        message = f"{_where(unexplained)}: nobody is seen to hold it, but {unseen} ({pids})"
         found.append(Finding(Outcome.DENIED, message, (ROOT,)))
     return found
 
@@ -231,7 +233,7 @@ def _unattributed(story: Story, plan: Plan, survey: Survey, state: GpuState) -> 
     dead = survey.dead.get(state.gpu.uuid, ())
     if dead:
         verb = "is" if len(dead) == 1 else "are"
-        message += f"; NVML still lists {_pids(dead)}, which {verb} in no /proc"
+        message += f"; NVML still lists {numbered(dead, MOST_NAMED)}, which {verb} in no /proc"
     hints = [f"nvidia-smi --gpu-reset -i {state.gpu.uuid} once nothing uses that GPU, else reboot"]
     if story.checking:
         hints.insert(0, "memory can come back minutes after its holder has ended: clean would wait for it")
@@ -298,8 +300,3 @@ def _where(states: Sequence[GpuState]) -> str:
 def _names(decisions: Sequence[Decision]) -> str:
     shown = ", ".join(str(decision.holder.process) for decision in decisions[:MOST_NAMED])
     return shown + (f" and {len(decisions) - MOST_NAMED} more" if len(decisions) > MOST_NAMED else "")
-
-
-def _pids(pids: Sequence[int]) -> str:
-    shown = ", ".join(str(pid) for pid in pids[:MOST_NAMED])
-    return f"PID {shown}" + (f" and {len(pids) - MOST_NAMED} more" if len(pids) > MOST_NAMED else "")

@@ -269,7 +269,7 @@ class _Run:
         return self._checking or not self._ledger.unmet
 
     def _needs(self, start: Start, deadline: float) -> bool:
-        """Whether what the stale may have stood in the way of is free now; then what they left is cleared away."""
+        """Whether what the stale may have stood in the way of is free now."""
         policy, last = start.policy, self._ledger.last
         if not policy.asks_more or last is None:
             return True

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Callable, NamedTuple
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 from . import events
 from .host.locks import Locks, Notes
 from .host.nvml import Driver
-from .host.program import Programs
 from .host.systemd import Systemd
 from .model import Wait
+
+if TYPE_CHECKING:
+    from .host.program import Ended
 
 #: Puts a question of answers.answer to a child, for so many seconds at most; None is an answer that never came.
 Ask = Callable[[Any, float], Any]
@@ -37,8 +39,8 @@ class Neighbours(NamedTuple):
     locks: Locks
     claims: Notes
     bypasses: Notes
-    #: Runs a program that the policy names.
-    run_program: Programs
+    #: Runs a program that the policy names, as host.program.Programs does.
+    run_program: Callable[..., Ended]
 
 
 def clock() -> float:

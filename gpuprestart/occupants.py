@@ -7,16 +7,14 @@ may be shared by any number of processes, all of which are named.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
+from . import crowd
 from .host import procfs, sockets
 from .neighbours import Ask
 from .policy import Require
-from .registry import SLOW
 from .survey import UNREAD, Look
-
-#: So many processes are asked for their command lines at once.
-BATCH = 128
 
 
 def look(require: Require, ask: Ask) -> Look:
@@ -50,19 +48,17 @@ def _processes(
     found: dict[str, list[int]] = {}
     words = [pattern.pattern for pattern in patterns]
     rest = [pid for pid in pids if pid not in silent] if words else []
-    batches = [rest[start : start + BATCH] for start in range(0, len(rest), BATCH)]
-    while batches:
-        batch = batches.pop(0)
-        answer: Mapping[int, Sequence[int]] | None = ask(("matching", (batch, words)), SLOW)
-        if answer is None and len(batch) > 1:
-            batches[:0] = [[pid] for pid in batch]
-            continue
-        if answer is None:
-            silent.update(batch)
-            continue
-        for pid, numbers in answer.items():
-            for number in numbers:
-                found.setdefault(f"process {words[number]}", []).append(pid)
+
+    def of_all(request: tuple[str, tuple[list[int], list[str]]], timeout: float) -> Any:
+        """Who matches nothing is left out of the answer, and need not be asked about again."""
+        answer = ask(request, timeout)
+        return None if answer is None else {**dict.fromkeys(request[1][0], ()), **answer}
+
+    matching, unanswered = crowd.answers(of_all, "matching", rest, words)
+    silent.update(unanswered)
+    for pid, numbers in matching.items():
+        for number in numbers:
+            found.setdefault(f"process {words[number]}", []).append(pid)
     told = {clause: tuple(sorted(having)) for clause, having in found.items()}
     unread = sorted(pid for pid in silent.intersection(pids) if procfs.read(pid) is not None)
     return {**told, UNREAD: tuple(unread)} if unread else told

@@ -15,7 +15,7 @@ from .neighbours import Neighbours, clock
 from .policy import Require
 from .report import who
 from .survey import UNREAD
-from .text import amounts, mib
+from .text import amounts, mib, numbered
 
 #: Fewer inodes than a server opens files for its logs and caches are as good as none.
 FEWEST_INODES = 1000
@@ -63,10 +63,8 @@ def after(
 def _occupied(clause: str, pids: Sequence[int], plan: Plan, own_sockets: Callable[[], set[int]]) -> list[Unmet]:
     """Nothing for those that are stale: they are ended, or the verdict names them as what could not be."""
     if clause == UNREAD:
-        more = f" and {len(pids) - 4} more" if len(pids) > 4 else ""
-        named = f"PID {', '.join(map(str, pids[:4]))}{more}"
         hint = f"ps -o pid,stat,wchan:32,comm -p {pids[0]} shows where it hangs"
-        return [Unmet("processes", str(pids[0]), f"the command line of {named} gave no answer", hint)]
+        return [Unmet("processes", str(pids[0]), f"the command line of {numbered(pids, 4)} gave no answer", hint)]
     kind, _, subject = clause.partition(" ")
     port = kind == "port"
     check, verb = ("ports", "is in use by") if port else ("processes", "runs, which must not be:")
@@ -131,11 +129,12 @@ def _huge_pages() -> int:
 def _disk(require: Require, host: Neighbours, until: float) -> list[Unmet]:
     found = []
     for path, needed in require.disk.items():
-        patience = max(serverfiles.LEAST, min(serverfiles.SLOW, until - clock()))
-        answer = host.ask_files(("file:disk", path), patience)
-        if answer is None:
-            found.append(Unmet("disk", path, f"{path} did not answer within {patience:.2g} s", serverfiles.HUNG))
-        elif isinstance(answer, str):
+        try:
+            answer = serverfiles.answer_of(("file:disk", path), host.ask_files, clock, until)
+        except serverfiles.Silent as silence:
+            found.append(Unmet("disk", path, f"{path} did not answer within {silence} s", serverfiles.HUNG))
+            continue
+        if isinstance(answer, str):
             found.append(Unmet("disk", path, f"{path} cannot be measured: {answer}", "correct require.disk"))
         elif answer[0] < needed:
             needs, has = amounts(needed, answer[0])

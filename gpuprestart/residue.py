@@ -16,24 +16,21 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple, Optional
 
-from . import infrastructure
+from . import crowd, infrastructure
 from .host import ipc, procfs
 from .host.ipc import File, Removal, Segment
 from .model import Account, Leftover, Process
 from .neighbours import Neighbours
 from .policy import Residue
 from .registry import SLOW
-from .text import printable
+from .text import numbered, printable
 
 #: Seconds for which what was made or used last may yet be wanted by somebody of whom nothing is known. Handing over a
 #: name takes milliseconds; and a server that dies while it starts, again and again, is not started again for seconds.
 YOUNG = 10.0
-
-#: So many processes are asked for their maps at once.
-BATCH = 128
 
 SHM = "/dev/shm"
 
@@ -255,7 +252,7 @@ def _users(host: Neighbours, device: int, files: Sequence[File], terms: Terms, *
     sharing: set[int] = set()
     hidden = []
     pids = procfs.pids()
-    for pid in _breathing(pids, host):
+    for pid in crowd.breathing(pids, host.wait):
         try:
             having = procfs.files_of(pid, {device})
         except PermissionError:
@@ -264,13 +261,12 @@ def _users(host: Neighbours, device: int, files: Sequence[File], terms: Terms, *
         found |= having
         sharing |= {pid} if having else set()
     if mappable:
-        mapped, silent = _mapped(host, pids, "ipc:maps", device)
+        mapped, silent = crowd.answers(host.ask, "files", pids, device)
         found |= {(device, inode) for inodes in mapped.values() for inode in inodes}
         sharing |= mapped.keys()
         hidden += silent
     hidden = sorted({pid for pid in hidden if procfs.read(pid) is not None})
-    who = f"PID {', '.join(map(str, hidden[:4]))}" + (f" and {len(hidden) - 4} more" if len(hidden) > 4 else "")
-    doubt = f"{who} may not be looked into, or does not answer" if hidden else ""
+    doubt = f"{numbered(hidden, 4)} may not be looked into, or does not answer" if hidden else ""
     return Users(frozenset(found), doubt, () if doubt else _sharers(host, pids, sharing, files, terms))
 
 
@@ -286,7 +282,7 @@ def _sharers(
         return ()
     # Our children have the driver open, and ourselves the directory.
     ours = {os.getpid(), *host.children()}
-    read = (procfs.read(pid) for pid in _breathing(pids, host) if pid not in ours)
+    read = (procfs.read(pid) for pid in crowd.breathing(pids, host.wait) if pid not in ours)
     there = [each for each in read if each and each.uid in last and _was_there(each, last[each.uid], terms)]
     serving = _serving(host, [each.pid for each in there if each.pid not in sharing])
     first: dict[int, Process] = {}
@@ -300,40 +296,11 @@ def _sharers(
 def _serving(host: Neighbours, pids: Sequence[int]) -> set[int]:
     """Which of these processes have the node of any GPU open or mapped, or do not tell."""
     numbers = (procfs.device_number(path) for path in glob.glob(NODES))
-    nodes = sorted({number for number in numbers if number is not None})
+    nodes = {number for number in numbers if number is not None}
     if not nodes:
         return set()
-    swept = procfs.sweep(nodes, _breathing(pids, host))
-    mapped, silent = _mapped(host, pids, "maps", nodes)
-    return {*swept.opened, *swept.unreadable, *mapped, *silent}
-
-
-def _mapped(host: Neighbours, pids: Sequence[int], verb: str, what: Any) -> tuple[Mapping[int, list[int]], list[int]]:
-    """What any of these processes has mapped of what is asked for, and the PIDs of those that could not be asked."""
-    found: dict[int, list[int]] = {}
-    silent: list[int] = []
-    batches = [[*pids[start : start + BATCH]] for start in range(0, len(pids), BATCH)]
-    while batches:
-        batch = batches.pop(0)
-        answer = host.ask((verb, (batch, what)), SLOW)
-        if answer is None and len(batch) > 1:
-            batches[:0] = [[pid] for pid in batch]
-        elif answer is None:
-            silent += batch
-        else:
-            found.update({pid: numbers for pid, numbers in answer.items() if numbers})
-            silent += [pid for pid, numbers in answer.items() if numbers is None]
-            rest = [pid for pid in batch if pid not in answer]
-            batches[:0] = [rest] if rest else []
-    return found, silent
-
-
-def _breathing(pids: Iterable[int], host: Neighbours) -> Iterator[int]:
-    """The same, coming up for air now and then so that a signal does not wait for long."""
-    for count, pid in enumerate(pids):
-        if count % 64 == 0:
-            host.wait((), 0)
-        yield pid
+    having, silent = crowd.having(host, nodes, pids)
+    return having | silent
 
 
 def _alive(pid: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple, Union
 
+from .host.program import PATH
 from .model import Account, Unmet
 from .neighbours import Ask
 from .policy import Require
@@ -22,7 +23,7 @@ LEAST = 0.5
 HUNG = "its file system does not answer: see mount, dmesg, and the server that it is on"
 
 #: What systemd has services look for programs in (systemd.exec(5)).
-FOLDERS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+FOLDERS = tuple(PATH.split(":"))
 
 #: So many of them, and so many faults of one model, are more than enough.
 MOST_FOLDERS = 100
@@ -95,7 +96,7 @@ def _unmet(check: str, subject: str, what: str, hint: str) -> Unmet:
     return Unmet(check, subject, f"{what} (require.{check})", hint, file=True)
 
 
-class _Silent(Exception):
+class Silent(Exception):
     """No answer came in so many seconds."""
 
 
@@ -103,16 +104,16 @@ class _Late(Exception):
     """Answers came, but not the last one in time."""
 
 
-def _silent(check: str, path: str, silence: _Silent) -> Unmet:
+def _silent(check: str, path: str, silence: Silent) -> Unmet:
     return _unmet(check, path, f"{printable(path, 200)} gave no answer for {silence} s", HUNG)
 
 
-def _asked(request: Any, ask: Ask, clock: Clock, until: float, most: float = SLOW) -> Any:
-    """The answer. A file system that is well has time for one even at the end. Raises _Silent."""
+def answer_of(request: Any, ask: Ask, clock: Clock, until: float, most: float = SLOW) -> Any:
+    """The answer. A file system that is well has time for one even at the end. Raises Silent."""
     patience = max(LEAST, min(most, until - clock()))
     answer = ask(request, patience)
     if answer is None:
-        raise _Silent(f"{patience:.2g}")
+        raise Silent(f"{patience:.2g}")
     return answer
 
 
@@ -129,8 +130,8 @@ def executables(
     for path in paths:
         asked = (path, account.user, account.group, list(account.supplementary), folders[-MOST_FOLDERS:])
         try:
-            answer = _asked(("file:executable", asked), ask, clock, until)
-        except _Silent as silence:
+            answer = answer_of(("file:executable", asked), ask, clock, until)
+        except Silent as silence:
             found.append(_silent("executables", path, silence))
             continue
         if answer:
@@ -162,7 +163,7 @@ def models(paths: Sequence[str], ask: Ask, *, clock: Clock, until: float) -> lis
     for path in paths:
         try:
             faults = _whole(("file:model", path), ask, clock, until)
-        except _Silent as silence:
+        except Silent as silence:
             found.append(_silent("models", path, silence))
         except _Late:
             what = f"the model {printable(path, 200)} could not be looked through before the deadline"
@@ -180,9 +181,9 @@ def _whole(
     most: float = SLOW,
     heard: Callable[[int], object] = lambda done: None,
 ) -> Any:
-    """An answer that comes in pieces; ``heard`` is told of each how much is done. Raises _Silent, _Late."""
+    """An answer that comes in pieces; ``heard`` is told of each how much is done. Raises Silent, _Late."""
     while True:
-        answer = _asked(request, ask, clock, until, most)
+        answer = answer_of(request, ask, clock, until, most)
         if isinstance(answer, str):
             return answer
         word, value = answer
@@ -254,7 +255,7 @@ def checksums(require: Require, ask: Ask, *, say: Callable[[str], object], clock
     for path in faults:
         try:
             answer = _whole(("file:list", (path, require.checksums)), ask, clock, until)
-        except _Silent as silence:
+        except Silent as silence:
             silent[path] = _silent("checksums", path, silence)
         except _Late:
             late = True
@@ -272,7 +273,7 @@ def checksums(require: Require, ask: Ask, *, say: Callable[[str], object], clock
         asked = ("file:digest", (each.model, each.name))
         try:
             answer = _whole(asked, ask, clock, until, STALLED, progress.reading)
-        except _Silent as silence:
+        except Silent as silence:
             silent[each.model] = _silent("checksums", f"{each.model}/{each.name}", silence)
             continue
         except _Late:

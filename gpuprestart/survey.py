@@ -10,12 +10,12 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Callable, Optional
 
-from . import claims, owners, ties
+from . import claims, crowd, owners, ties
 from .host import cgroupfs, nvidia, procfs
 from .host.systemd import SystemdError
 from .model import Claim, Decision, Gpu, Holder, Inventory, Outcome, OwnerKind, Process, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
-from .registry import SLOW, Registry
+from .registry import Registry
 
 #: What the policy asks to be free, and which of these processes have it.
 Look = Callable[[Sequence[int], Collection[int]], Mapping[str, tuple[int, ...]]]
@@ -23,9 +23,6 @@ Look = Callable[[Sequence[int], Collection[int]], Mapping[str, tuple[int, ...]]]
 #: In place of a clause, for those of whom it cannot be told what they have. They have nothing, then, but a place in the
 #: verdict: no answer is no proof.
 UNREAD = "unread"
-
-#: So many processes are asked for their maps at once.
-BATCH = 128
 
 
 class Surveyor:
@@ -71,8 +68,8 @@ class Surveyor:
         beside = in_unit - kin
         nodes = self._nodes()
         others = [pid for pid in procfs.pids() if pid not in kin]
-        swept = procfs.sweep(nodes.all, self._breathing(others))
-        mapped, blind = self._mapped(nodes.all, others)
+        swept = procfs.sweep(nodes.all, crowd.breathing(others, self._host.wait))
+        mapped, blind = crowd.mapped(self._host.ask, nodes.all, others)
         found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours, beside=beside)
         occupied = self._occupied(others, kin)
         taken = _by_pid(occupied, kin)
@@ -134,7 +131,7 @@ class Surveyor:
         nodes = self._nodes()
         swept = procfs.sweep(nodes.all, bound)
         rest = [pid for pid in bound if not nodes.all <= swept.opened.get(pid, frozenset())]
-        mapped, _ = self._mapped(nodes.all, rest)
+        mapped, _ = crowd.mapped(self._host.ask, nodes.all, rest)
         found = ties.tie(self._gpus, {}, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
         occupying = [each.holder.process.pid for each in judged if each.holder.occupies]
         taken = _by_pid(self._occupied(occupying, frozenset()), frozenset()) if occupying else {}
@@ -150,11 +147,8 @@ class Surveyor:
     def having(self, minor: Optional[int]) -> tuple[list[int], list[int]]:
         """Who has the node of this GPU open or mapped, whoever that is, and who could not be looked into."""
         number = procfs.device_number(f"/dev/nvidia{minor}")
-        everybody = procfs.pids()
-        device = frozenset(() if number is None else (number,))
-        swept = procfs.sweep(device, self._breathing(everybody))
-        mapped, blind = self._mapped(device, everybody)
-        return sorted(swept.opened.keys() | mapped.keys()), sorted({*swept.unreadable, *blind})
+        found, blind = crowd.having(self._host, () if number is None else (number,), procfs.pids())
+        return sorted(found), sorted(blind)
 
     def _claims(self) -> tuple[tuple[Claim, Unit], ...]:
         """Other units' claims that hold. One that does not is taken away, unless nothing is to be touched."""
@@ -190,33 +184,6 @@ class Surveyor:
                     ["nvidia-modprobe makes the nodes; a container must be given them"],
                 )
         return frozenset(number for number in numbers.values() if number is not None)
-
-    def _breathing(self, pids: Iterable[int]) -> Iterable[int]:
-        """The same, coming up for air now and then so that a signal does not wait for long."""
-        for count, pid in enumerate(pids):
-            if count % 64 == 0:
-                self._host.wait((), 0)
-            yield pid
-
-    def _mapped(self, devices: frozenset[int], pids: Sequence[int]) -> tuple[dict[int, frozenset[int]], list[int]]:
-        """Who has these devices mapped, and who could not be asked. Reading maps can hang, so a child does it; where
-        a batch is not answered, its members are asked one by one."""
-        mapped: dict[int, frozenset[int]] = {}
-        blind: list[int] = []
-        batches = [pids[start : start + BATCH] for start in range(0, len(pids), BATCH)]
-        while batches:
-            batch = batches.pop(0)
-            answer = self._host.ask(("maps", (list(batch), sorted(devices))), SLOW)
-            if answer is None and len(batch) > 1:
-                batches[:0] = [[pid] for pid in batch]
-            elif answer is None:
-                blind += batch
-            else:
-                mapped.update({pid: frozenset(numbers) for pid, numbers in answer.items() if numbers})
-                blind += [pid for pid, numbers in answer.items() if numbers is None]
-                rest = [pid for pid in batch if pid not in answer]
-                batches[:0] = [rest] if rest else []
-        return mapped, blind
 
     def _kin(self, in_unit: frozenset[int]) -> frozenset[int]:
         """PID 1, ourselves, our ancestors and children, and what our control process started beside us: a pipeline."""

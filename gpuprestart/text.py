@@ -94,6 +94,12 @@ def mib(amount: int, digits: int = 0) -> str:
     return f"{scaled // scale}.{scaled % scale:0{digits}d} MiB" if digits else f"{scaled} MiB"
 
 
+def numbered(pids: Sequence[int], most: int) -> str:
+    """The first PIDs by their numbers, and how many more there are."""
+    more = f" and {len(pids) - most} more" if len(pids) > most else ""
+    return f"PID {', '.join(map(str, pids[:most]))}{more}"
+
+
 def amounts(used: int, limit: int) -> tuple[str, str]:
     """Both in MiB, with as many digits as it takes for ``used`` to read above ``limit`` where it is, and only there."""
     for digits in (0, 1, 3, 7):

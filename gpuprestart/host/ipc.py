@@ -9,20 +9,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import signal
 import stat
 import struct
 from collections.abc import Iterable
 from enum import Enum
 from types import TracebackType
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 #: So many names of a directory are looked at. Anybody may make names there.
 MOST_NAMES = 100_000
-
-#: So much is read of maps for one question; see procfs.
-MAPS_BYTES = 1 << 25
 
 #: Bits of a segment's mode (include/linux/shm.h): it goes with its last user; it may not be swapped out.
 SHM_DEST, SHM_LOCKED = 0o1000, 0o2000
@@ -153,47 +149,6 @@ def queues() -> str | None:
             if rest.startswith("mqueue ") and fields.split()[4] == "/dev/mqueue":
                 return "/dev/mqueue"
     return None
-
-
-def slow(request: tuple[str, Any]) -> Any:
-    """Answers that can hang, for a child to give: ``("ipc:maps", ([pid, …], device))`` are the inodes of the files on
-    this device that each process has mapped; None for one that may not be asked, or has more maps than can be read.
-    Who is left out has to be asked again."""
-    _, (pids, device) = request
-    # On tmpfs the device of a mapping is that of the file (unlike on btrfs or overlayfs).
-    mapping = re.compile(b" %02x:%02x ([0-9]+) " % (os.major(device), os.minor(device)))
-    left = MAPS_BYTES
-    found: dict[int, list[int] | None] = {}
-    for pid in pids:
-        try:
-            text = _maps(pid, left)
-        except PermissionError:
-            found[pid] = None
-            continue
-        if len(text) == left:
-            if not found:
-                found[pid] = None
-            break
-        left -= len(text)
-        found[pid] = sorted({int(inode) for inode in mapping.findall(text)})
-    return found
-
-
-def _maps(pid: int, most: int) -> bytes:
-    """The maps of a process; nothing of one that is gone. A leader that has exited shows none, its threads do."""
-    try:
-        text = _read(f"/proc/{pid}/maps", most)
-        if not text:
-            others = [thread for thread in os.listdir(f"/proc/{pid}/task") if int(thread) != pid]
-            text = next(filter(None, (_read(f"/proc/{pid}/task/{thread}/maps", most) for thread in others)), b"")
-        return text
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def _read(path: str, most: int) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(most)
 
 
 # SysV segments -------------------------------------------------------------------------------------------------------

@@ -431,13 +431,16 @@ def wchan(pid: int) -> str:
 
 def slow(request: tuple[str, Any]) -> Any:
     """Answers that can hang, for a child to give: ``("cmdline", pid)``, ``("maps", ([pid, …], [device number, …]))``,
+    ``("files", ([pid, …], device))``, which are the inodes of those that are mapped,
     ``("matching", ([pid, …], [pattern, …]))``, ``("user", uid)``, ``("uid", name)``, ``("search", (pattern, text))``.
     """
     verb, argument = request
     if verb == "matching":
         return _matching(*argument)
     if verb == "maps":
-        return _mapped(*argument)
+        return _mapped(argument[0], lambda thread, text: _devices_among(thread, text, argument[1]))
+    if verb == "files":
+        return _mapped(argument[0], lambda thread, text: _inodes_among(text, argument[1]))
     if verb == "cmdline":
         return _cmdline(argument)
     if verb == "search":
@@ -492,9 +495,9 @@ _MAPPING = re.compile(
 )
 
 
-def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
-    """Which of these devices each process has mapped; None for one that may not be asked, or has more maps than can be
-    read. Who is left out has to be asked again: the others had too many."""
+def _mapped(pids: list[int], among: Callable[[int, bytes], list[int]]) -> dict[int, list[int] | None]:
+    """What each process has mapped of what is looked for; None for one that may not be asked, or has more maps than can
+    be read. Who is left out has to be asked again: the others had too many."""
     left = MAPS_BYTES
     found: dict[int, list[int] | None] = {}
     for pid in pids:
@@ -503,7 +506,7 @@ def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
         except PermissionError:
             found[pid] = None
             continue
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             # It is gone.
             found[pid] = []
             continue
@@ -512,7 +515,7 @@ def _mapped(pids: list[int], devices: list[int]) -> dict[int, list[int] | None]:
                 found[pid] = None
             break
         left -= len(text)
-        found[pid] = _devices_among(thread, text, devices)
+        found[pid] = among(thread, text)
     return found
 
 
@@ -546,3 +549,10 @@ def _devices_among(pid: int, maps: bytes, devices: list[int]) -> list[int]:
                 found |= {number} if stat.S_ISCHR(kind) else set()
                 break
     return sorted(found.intersection(devices))
+
+
+def _inodes_among(maps: bytes, device: int) -> list[int]:
+    """Inodes of the files on this device in the text of a maps file. On tmpfs the device of a mapping is that of the
+    file (unlike on btrfs or overlayfs)."""
+    mapping = re.compile(b" %02x:%02x ([0-9]+) " % (os.major(device), os.minor(device)))
+    return sorted({int(inode) for inode in mapping.findall(maps)})

@@ -37,10 +37,10 @@ class Ended(NamedTuple):
 class Programs:
     """``at_fork`` runs first in every fork; ``pids`` are those of programs that not even SIGKILL has ended."""
 
-    def __init__(self, *, wait: Wait, at_fork: Callable[[], None]) -> None:
+    def __init__(self, *, wait: Wait, at_fork: Callable[[], None], pids: set[int] | None = None) -> None:
         self._wait = wait
         self._at_fork = at_fork
-        self.pids: set[int] = set()
+        self.pids = set() if pids is None else pids
 
     def __call__(
         self,

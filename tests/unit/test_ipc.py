@@ -182,12 +182,12 @@ def test_who_has_a_file_mapped_without_a_descriptor_is_seen(folder: Path, way: s
     device, number = inode(path)
     with python(HAVING, str(path), way) as child:
         assert procfs.files_of(child.pid, {device}) == frozenset()
-        assert answers.answer(("ipc:maps", ([child.pid, os.getpid()], device))) == {
+        assert answers.answer(("files", ([child.pid, os.getpid()], device))) == {
             child.pid: [number],
             os.getpid(): [],
         }
-        assert answers.answer(("ipc:maps", ([child.pid], device + 1))) == {child.pid: []}
-    assert answers.answer(("ipc:maps", ([child.pid], device))) == {child.pid: []}
+        assert answers.answer(("files", ([child.pid], device + 1))) == {child.pid: []}
+    assert answers.answer(("files", ([child.pid], device))) == {child.pid: []}
 
 
 def test_maps_that_are_too_long_are_asked_for_again_and_then_nobody_knows(
@@ -197,10 +197,10 @@ def test_maps_that_are_too_long_are_asked_for_again_and_then_nobody_knows(
     device, number = inode(path)
     with python(HAVING, str(path), "mapped") as child, python(HAVING, str(path), "mapped") as other:
         length = len(Path(f"/proc/{child.pid}/maps").read_bytes())
-        monkeypatch.setattr(ipc, "MAPS_BYTES", length * 3 // 2)
-        assert ipc.slow(("ipc:maps", ([child.pid, other.pid], device))) == {child.pid: [number]}
-        monkeypatch.setattr(ipc, "MAPS_BYTES", length)
-        assert ipc.slow(("ipc:maps", ([child.pid], device))) == {child.pid: None}
+        monkeypatch.setattr(procfs, "MAPS_BYTES", length * 3 // 2)
+        assert procfs.slow(("files", ([child.pid, other.pid], device))) == {child.pid: [number]}
+        monkeypatch.setattr(procfs, "MAPS_BYTES", length)
+        assert procfs.slow(("files", ([child.pid], device))) == {child.pid: None}
 
 
 # Removal -------------------------------------------------------------------------------------------------------------

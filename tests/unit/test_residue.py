@@ -315,7 +315,7 @@ def test_maps_that_are_told_in_parts_are_all_looked_at(stage: Stage, monkeypatch
     path = stage.made()
     with waiting() as first, python(HAVING, str(path), "mapped") as child:
         sizes = [len(Path(f"/proc/{one.pid}/maps").read_bytes()) for one in (first, child)]
-        monkeypatch.setattr(ipc, "MAPS_BYTES", max(sizes) + 1)
+        monkeypatch.setattr(procfs, "MAPS_BYTES", max(sizes) + 1)
         monkeypatch.setattr(procfs, "pids", lambda: [first.pid, child.pid])
         assert stage.clear() == {} and path.exists()
 
