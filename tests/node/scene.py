@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,20 @@ def verdicts(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Those that were printed among these journal entries, in their order."""
     printed = (str(each["MESSAGE"]) for each in entries)
     return [json.loads(line) for line in printed if line.startswith('{"version"')]
+
+
+@contextmanager
+def mappable(node: Node, wanted: bool = True) -> Iterator[None]:
+    """While this lasts, and if it is wanted, /dev/nvidia0 is a node that can be mapped, as a console cannot."""
+    if not wanted:
+        yield
+        return
+    node.run(["sh", "-ec", "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"])
+    try:
+        yield
+    finally:
+        # Lazily: whoever has it mapped may outlive the test's last word on it.
+        node.run(["sh", "-ec", "umount --lazy /dev/nvidia0; rm /dev/t-zero"])
 
 
 class Scene:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Optional
 
 from tests.node.hung import Hung
 from tests.node.machine import Node, wait_for
-from tests.node.scene import HOLDER, Scene
+from tests.node.scene import HOLDER, Scene, mappable
 from tests.node.soak_plan import Actor, Place, Plan
 from tests.node.soak_truth import Member, Seen, Told
 
@@ -211,7 +211,7 @@ class _Scene:
     def play(self) -> Seen:
         plan, scene = self._plan, self._scene
         if any(actor.form == "mapped" for actor in plan.actors):
-            self._stack.enter_context(self._a_node_that_can_be_mapped())
+            self._stack.enter_context(mappable(self._node))
         self._stack.callback(self._clear)
         scene.reset(gpus=plan.gpus, release_delay="never" if plan.release is None else plan.release)
         scene.policy(_policy(plan))
@@ -351,15 +351,6 @@ class _Scene:
             yield
         finally:
             self._node.run(["sh", "-c", "rm -rf /dev/nvidia-caps; umount /proc/driver"])
-
-    @contextmanager
-    def _a_node_that_can_be_mapped(self) -> Iterator[None]:
-        """A console cannot be mapped: /dev/nvidia0 is another node for as long as the scene lasts."""
-        self._node.run(["sh", "-ec", "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"])
-        try:
-            yield
-        finally:
-            self._node.run(["sh", "-c", "umount /dev/nvidia0; rm /dev/t-zero"])
 
     def _break(self) -> None:
         plan, scene = self._plan, self._scene

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.node.machine import Node
-from tests.node.scene import HOLDER, TERM, Run, Scene
+from tests.node.scene import HOLDER, TERM, Run, Scene, mappable
 
 MIB = 1 << 20
 CLEAN = "/usr/bin/gpuprestart clean --json --deadline 10s"
@@ -85,17 +85,13 @@ def test_twenty_children_of_the_one_that_is_listed_and_dead(scene: Scene) -> Non
 @pytest.mark.parametrize("listed", [True, False])
 def test_mapped_and_not_open(scene: Scene, listed: bool) -> None:
     """A console cannot be mapped; for this test /dev/nvidia0 is a node that can."""
-    script = "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"
-    scene.node.run(["sh", "-ec", script])
-    try:
+    with mappable(scene.node):
         _, (orphan,) = scene.orphans(*HOLD, "--map-only", *([] if listed else ["--unlisted"]))
         links = scene.node.run(["sh", "-c", f"readlink /proc/{orphan}/fd/*"]).stdout
         assert "nvidia" not in links and "zero" not in links
         run = scene.clean("--gpus", "0")
         _ended(scene, run, orphan)
         assert run.holder(orphan)["evidence"] == (["nvml"] if listed else []) + ["map"]
-    finally:
-        scene.node.run(["sh", "-c", "umount /dev/nvidia0; rm /dev/t-zero"])
 
 
 @pytest.mark.case("A25")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.node.hung import Hung
-from tests.node.scene import Run, Scene
+from tests.node.scene import Run, Scene, mappable
 
 CLEAN = "/usr/bin/gpuprestart clean --json --deadline 3s"
 HOLD = ("--open", "0", "--gpu", "0", "--mib", "900")
@@ -184,7 +183,7 @@ STALE, UNLISTED, MAPPED, LIVE = "stale", "unlisted", "mapped", "live"
 )
 def test_without_one_capability(scene: Scene, missing: str, situation: str, says: str) -> None:
     """Never clean, and never anybody's fault: the hint says what the hook lacks."""
-    with _mappable(scene, situation == MAPPED):
+    with mappable(scene.node, situation == MAPPED):
         unit, pid = _hold(scene, situation)
         server = _server(scene, CapabilityBoundingSet=" ".join(NUMBERS.keys() - {missing}))
         run = _refused(scene, server)
@@ -222,8 +221,7 @@ def test_what_needs_no_capability(scene: Scene, situation: str) -> None:
 @pytest.mark.parametrize("more, outcome", [("CAP_SYS_ADMIN", "cleaned"), ("", "unattributed")])
 def test_mapped_through_a_node_that_is_gone(scene: Scene, more: str, outcome: str) -> None:
     """Only by the mapping itself can it be found, which takes a capability that is not worth granting."""
-    scene.node.run(["sh", "-ec", "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"])
-    try:
+    with mappable(scene.node):
         scene.node.run(["mknod", "-m", "666", "/dev/t-other", "c", "1", "5"])
         options = ["--path", "/dev/t-other", "--map-only", "--gpu", "0", "--mib", "900", "--unlisted"]
         _, (orphan,) = scene.orphans(*options, user="bench")
@@ -232,8 +230,6 @@ def test_mapped_through_a_node_that_is_gone(scene: Scene, more: str, outcome: st
         assert scene.start(server) is (outcome == "cleaned")
         run = scene.verdict(server)
         assert run.outcome == outcome and scene.alive(orphan) is (outcome != "cleaned")
-    finally:
-        scene.node.run(["sh", "-c", "umount --lazy /dev/nvidia0; rm -f /dev/t-zero /dev/t-other"])
 
 
 @pytest.mark.parametrize(
@@ -345,16 +341,3 @@ def _hold(scene: Scene, situation: str) -> tuple[str, int]:
     options += ["--map-only"] if situation == MAPPED else []
     unit, (pid,) = scene.orphans(*HOLD, *options, user="bench")
     return unit, pid
-
-
-@contextmanager
-def _mappable(scene: Scene, wanted: bool) -> Iterator[None]:
-    """A console cannot be mapped; so /dev/nvidia0 is a node that can."""
-    if not wanted:
-        yield
-        return
-    scene.node.run(["sh", "-ec", "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"])
-    try:
-        yield
-    finally:
-        scene.node.run(["sh", "-c", "umount --lazy /dev/nvidia0; rm /dev/t-zero"])

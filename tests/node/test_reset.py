@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.node.scene import TERM, Run, Scene
+from tests.node.scene import TERM, Run, Scene, mappable
 
 pytestmark = pytest.mark.node
 
@@ -170,16 +170,10 @@ def test_a_reset_that_frees_nothing(smi: Scene) -> None:
 def test_whoever_has_the_node_keeps_it_from_being_reset(smi: Scene, how: str) -> None:
     """A monitor, which is in nobody's way otherwise."""
     policy(smi)
-    if how == "--map-only":
-        # A terminal cannot be mapped.
-        smi.node.run(["sh", "-ec", "mknod -m 666 /dev/t-zero c 1 5; mount --bind /dev/t-zero /dev/nvidia0"])
-    try:
+    with mappable(smi.node, how == "--map-only"):
         _, monitor = smi.service("--open", "0", *([] if how == "--open" else [how]), user="alice")
         smi.gpu.ask("leak", gpu=0, mib=40000)
         run = clean(smi)
-    finally:
-        if how == "--map-only":
-            smi.node.run(["sh", "-c", "umount /dev/nvidia0; rm /dev/t-zero"])
     assert run.outcome == "unattributed"
     assert any(
         "GPU 0 was not reset: it is in use by" in hint and f"[{monitor}]" in hint for hint in run.verdict["hints"]
