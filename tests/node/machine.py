@@ -538,8 +538,14 @@ class Node(Machine):
             # Answered only after journald has taken in everything that was sent to it before.
             self.run(["journalctl", "--sync"])
         command = ["journalctl", "--output=json", "--all", "--no-pager", "--quiet", *options]
-        command += [f"--unit={unit}"] if unit else []
-        command += [f"{name}={value}" for name, value in matches.items()]
+        given = [f"{name}={value}" for name, value in matches.items()]
+        if unit:
+            # As --unit=, but believing also what was said of the unit by a process that had gone before journald could
+            # see whose it was, such as systemd's own when it cannot execute a command.
+            fields = ("_SYSTEMD_UNIT", "UNIT", "OBJECT_SYSTEMD_UNIT")
+            command += [word for field in fields for word in ("+", f"{field}={unit}", *given)][1:]
+        else:
+            command += given
         return [
             {name: _journal_value(value) for name, value in json.loads(line).items()}
             for line in self.run(command).stdout.splitlines()

@@ -285,7 +285,7 @@ def test_the_verdict_of_a_hook_that_has_gone_is_in_the_log_of_its_unit(scene: Sc
         assert not scene.start(server)
     finally:
         scene.node.systemctl("kill", "--signal=CONT", "systemd-journald.service")
-    (record,) = scene.node.journal("GPUPRESTART_EVENT=verdict", unit=server)
+    (record,) = scene.node.journal(unit=server, GPUPRESTART_EVENT="verdict")
     assert (record["GPUPRESTART_UNIT"], record["GPUPRESTART_OUTCOME"]) == (server, "unattributed")
 
 
