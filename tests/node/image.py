@@ -64,14 +64,20 @@ PACKAGES = (
 #: What the product runs on, from the distribution as on a real node.
 NEEDED = ("python3-psutil", "python3-systemd")
 
-#: gpustat's.
-GPUSTAT = ("python3-blessed",)
+#: What some of its verbs run on, for whoever wants them.
+WANTED = ("python3-rich", "python3-prometheus-client")
+
+#: How one node asks another.
+SSH = ("openssh-client", "openssh-server")
+
+#: What people find the holders of a GPU with today, to be compared with; the last is gpustat's.
+PEERS = ("psmisc", "lsof", "python3-blessed")
 
 #: What people read the manual and complete a command line with.
 COMFORT = ("man-db", "bash-completion")
 
 #: Pure Python only: pip runs on the host's interpreter, whose ABI need not be the root's.
-PIP = ("nvidia-ml-py==13.615.71", "gpustat==1.1.1")
+PIP = ("nvidia-ml-py==13.615.71", "gpustat==1.1.1", "nvitop==1.7.2")
 
 #: Debian packages tomli only from bookworm on, where Python is 3.11 and has tomllib anyway.
 PIP_BY_RELEASE: Mapping[str, tuple[str, ...]] = {"bullseye": ("tomli==2.0.1",)}
@@ -104,6 +110,10 @@ do
     ln -sf /dev/null /etc/systemd/system/$unit
 done
 
+# Tests start sshd where they need one, and have services of that name of their own.
+rm -f /lib/systemd/system/ssh*.service /lib/systemd/system/ssh*.socket /lib/systemd/system/rescue-ssh.target \
+    /etc/systemd/system/sshd.service /etc/systemd/system/*.wants/ssh.service /etc/systemd/system/*.wants/ssh.socket
+
 # The journal of a node lives as long as the node. Rate limits stay as systemd sets them: they are
 # part of what is tested.
 mkdir -p /etc/systemd/journald.conf.d
@@ -118,7 +128,9 @@ PIP_SCRIPT = r"""
 # pip leaves console scripts with the host's interpreter in their first line.
 printf '#!/usr/bin/python3\nimport sys\nfrom gpustat.cli import main\nsys.exit(main())\n' \
     > /usr/local/bin/gpustat
-chmod 755 /usr/local/bin/gpustat
+printf '#!/usr/bin/python3\nimport sys\nfrom nvitop.cli import main\nsys.exit(main())\n' \
+    > /usr/local/bin/nvitop
+chmod 755 /usr/local/bin/gpustat /usr/local/bin/nvitop
 rm -rf /usr/lib/python3/dist-packages/bin
 # Compiled here, once and by the root's own interpreter: otherwise the first start in every fresh
 # overlay would pay for it, and times measured on the node would be wrong.
@@ -150,10 +162,11 @@ def recipe(release: str, *, bare: bool = False) -> Recipe:
         raise ImageError(f"release {release!r} is not a Debian code name")
     if bare:
         script = SCRIPT + ARCHIVE_SCRIPT
-        hook = ARCHIVE_HOOK.replace("ARCHIVED", " ".join(NEEDED + ARCHIVE_BY_RELEASE.get(release, ())))
+        hook = ARCHIVE_HOOK.replace("ARCHIVED", " ".join(NEEDED + WANTED + ARCHIVE_BY_RELEASE.get(release, ())))
         return Recipe(release=release, packages=PACKAGES + COMFORT, pip=(), script=script, hook=hook)
     pip = PIP + PIP_BY_RELEASE.get(release, ())
-    return Recipe(release=release, packages=PACKAGES + NEEDED + GPUSTAT, pip=pip, script=SCRIPT + PIP_SCRIPT)
+    packages = PACKAGES + NEEDED + WANTED + SSH + PEERS
+    return Recipe(release=release, packages=packages, pip=pip, script=SCRIPT + PIP_SCRIPT)
 
 
 def cache_directory() -> Path:

@@ -82,7 +82,7 @@ class Fleet:
     def ready(self) -> None:
         """What gpuprestart needs of the distribution is there already, and so is no news."""
         self.apt("update")
-        self.apt("install", "python3-psutil", "python3-systemd")
+        self.apt("install", "python3-psutil", "python3-systemd", "python3-rich")
 
     # What is there ---------------------------------------------------------------------------------------------------
 

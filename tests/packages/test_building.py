@@ -114,14 +114,14 @@ def test_the_policy_is_the_administrator_s(packages: Packages) -> None:
 def test_what_the_packages_ask_for(packages: Packages) -> None:
     deb = output("dpkg-deb", "--field", packages.deb, "Depends", "Recommends")
     assert "Depends: python3-psutil, systemd, python3:any (>= 3.9~)" in deb
-    assert "Recommends: python3-systemd" in deb
+    assert "Recommends: python3-rich, python3-systemd" in deb
     rpm = set(output("rpm", "-qpR", packages.rpm).splitlines())
     assert {"python3 >= 3.9", "python3-psutil", "systemd"} <= rpm
     ours = {"python3", "/usr/bin/python3", "/bin/sh", f"config(gpuprestart) = {building.debian_version()}"}
     assert rpm - ours - {"python3 >= 3.9", "python3-psutil", "systemd"} == {
         line for line in rpm if line.startswith("rpmlib(")
     }
-    assert output("rpm", "-qp", "--recommends", packages.rpm) == "python3-systemd\n"
+    assert output("rpm", "-qp", "--recommends", packages.rpm) == "python3-rich\npython3-systemd\n"
 
 
 def test_the_bundled_modules_are_those_that_are_pinned(packages: Packages) -> None:
