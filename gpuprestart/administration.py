@@ -27,7 +27,8 @@ def perform(command: Command, systemd: Systemd, *, out: TextIO, err: TextIO) -> 
     """Do it, and return the exit status."""
     try:
         if os.geteuid() != 0 and not command.dry_run:
-            raise Refusal(Outcome.DENIED, f"{command.verb} changes what root does", ["run it as root"])
+            words = " ".join(["sudo gpuprestart", command.verb, *command.units])
+            raise Refusal(Outcome.DENIED, f"gpuprestart {command.verb} is for root alone", [words])
         if command.verb == "enable":
             enabling.enable(command, systemd, out=out)
         elif command.verb == "disable":
@@ -39,10 +40,11 @@ def perform(command: Command, systemd: Systemd, *, out: TextIO, err: TextIO) -> 
         print(f"gpuprestart: {printable(refusal.message + hints, 1000)}", file=err)
         return EXIT_STATUS[refusal.outcome]
     except SystemdError as error:
-        print(f"gpuprestart: systemd cannot be asked: {printable(str(error), 1000)}", file=err)
+        hint = "hint: systemctl is-system-running tells whether it is up"
+        print(f"gpuprestart: systemd cannot be asked: {printable(str(error), 1000)}; {hint}", file=err)
         return EXIT_STATUS[Outcome.UNKNOWN]
     except Interrupted as interruption:
-        print(f"gpuprestart: {interruption.signal_name} came before it was done", file=err)
+        print(f"gpuprestart: {interruption.signal_name} came before {command.verb} was done; do it again", file=err)
         return EXIT_STATUS[Outcome.INTERRUPTED]
     return 0
 
@@ -51,14 +53,17 @@ def loaded(systemd: Systemd, name: str) -> service.Service:
     """The service of that name as systemd has it. Raises Refusal where there is none that could be started."""
     unit = owners.full_name(name)
     if not owners.is_unit_name(unit) or not unit.endswith(".service"):
-        raise Refusal(Outcome.CONFIG, f"{unit!r} is no name of a service", ["such as sglang-qwen.service"])
+        raise Refusal(Outcome.CONFIG, f"{unit!r} is no name of a service", ["name one such as sglang-qwen.service"])
     found = service.from_properties(unit, systemd.everything(unit))
     if found.load_state == "masked":
         hint = f"systemctl unmask {unit}, if it is meant to start at all"
         raise Refusal(Outcome.CONFIG, f"{unit} is masked, so nothing can start it", [hint])
+    if found.load_state == "not-found":
+        hint = "systemctl list-unit-files shows which there are"
+        raise Refusal(Outcome.CONFIG, f"systemd has no unit {unit}", [hint])
     if found.load_state != "loaded":
-        hint = "systemctl list-unit-files shows what there is"
-        raise Refusal(Outcome.CONFIG, f"systemd has no unit {unit} to start ({found.load_state})", [hint])
+        hint = f"systemctl status {unit} says what is wrong with it"
+        raise Refusal(Outcome.CONFIG, f"systemd cannot load {unit} ({found.load_state})", [hint])
     return found
 
 
@@ -68,7 +73,8 @@ def _bypass(name: str, systemd: Systemd, *, out: TextIO) -> None:
     try:
         Notes("bypass").write(unit.name, bypass.text(granted))
     except Denied as error:
-        raise Refusal(Outcome.DENIED, f"the bypass cannot be put down: {error}") from error
+        hint = f"see whether {bypass.FOLDER} can be written to: ls -ld {bypass.FOLDER}, df /run"
+        raise Refusal(Outcome.DENIED, f"the bypass cannot be put down: {error}", [hint]) from error
     until = time.strftime("%H:%M:%S", time.localtime(time.time() + bypass.HOLDS))
     record = events.bypass_granted(events.Context(unit=unit.name, run=os.urandom(16).hex()), by=granted.by, until=until)
     journal = Journal(journal_stream="")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
-from . import bypass, claims
+from . import bypass, claims, documents
 from .model import EXIT_STATUS, Gpu, Inventory, Outcome, Reading, Refusal, Unit
 from .text import printable
 from .unitlines import Line
@@ -100,9 +100,28 @@ def as_json(unit: Optional[str], checks: Sequence[Check]) -> str:
     return json.dumps(document)
 
 
-def as_text(unit: Optional[str], checks: Sequence[Check]) -> str:
+def read(found: Mapping[str, Any]) -> list[Check]:
+    """The findings of another machine's ``doctor``, as far as they are of the right form."""
+    checks = []
+    said = found.get("checks")
+    for each in said[:_MOST] if isinstance(said, list) else ():
+        texts = [_TEXT(each.get(key)) or "" for key in _TEXTS] if isinstance(each, dict) else [""]
+        if all(texts[:2]) and each.get("level") in _LEVELS:
+            check, fact, consequence, remedy = texts
+            blind = each.get("blind") is True
+            checks.append(Check(check, Level(each["level"]), fact, consequence, remedy, blind=blind))
+    return checks
+
+
+#: So many findings at most are those of a machine.
+_MOST = 1000
+_TEXT, _TEXTS = documents.text(2000), ("check", "fact", "consequence", "remedy")
+_LEVELS = [level.value for level in Level]
+
+
+def as_text(unit: Optional[str], checks: Sequence[Check], host: str = "") -> str:
     """For a person: the faults, then the remarks, each with its consequence and remedy below it, then a line each for
-    what is in order."""
+    what is in order. ``host`` is the machine, where it is another one."""
     width = max(len(each.check) for each in checks)
     lines = []
     for each in in_order(checks):
@@ -116,8 +135,9 @@ def as_text(unit: Optional[str], checks: Sequence[Check]) -> str:
     blind = "; not everything could be looked at" if any(each.blind for each in checks) else ""
     # What is in order with the hook may still find the GPUs dirty.
     starts = unit is not None and "@." not in unit
-    now = [f"Whether it could start now is another matter: gpuprestart check --unit {unit}"]
-    return "\n".join([*lines, f"{unit or 'this machine'}: {_total(checks)}{blind}", *(now if starts else [])])
+    there = f" -H {host}" if host else ""
+    now = [f"Whether it could start now is another matter: gpuprestart check{there} --unit {unit}"]
+    return "\n".join([*lines, f"{unit or host or 'this machine'}: {_total(checks)}{blind}", *(now if starts else [])])
 
 
 def _total(checks: Sequence[Check]) -> str:

@@ -6,26 +6,29 @@ initialises while the rest of the program is loaded. So what is imported up here
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import os
 import sys
-from typing import TYPE_CHECKING
 
 from .faults import SCARCE, scarce
 from .host.child import Child
 from .host.library import Library, load_pynvml
-from .host.waiter import Waiter
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
     from .commandline import Command
     from .host.program import Ended
+    from .host.waiter import Waiter
 
 #: The statuses of a fault in this program, of a machine that has nothing to give, and of a unit that does not let us
 #: have enough, where there is not even a verdict to tell it.
 EX_SOFTWARE, EX_UNAVAILABLE, EX_CONFIG = 70, 69, 78
+
+#: The verbs that ask the driver.
+WITH_DRIVER = ("clean", "check", "status", "doctor")
 
 #: Stands for an end by SIGABRT, as a shell shows it.
 ABORTED = 134
@@ -45,6 +48,8 @@ def run() -> None:
         status = int(end.code or 0)
     except Exception as error:  # noqa: BLE001  No status but those of the contract, also where no child can be forked.
         status = _failed(error)
+    import contextlib
+
     for stream in (sys.stdout, sys.stderr):
         # Whoever read it may have gone; the interpreter would end with a status of its own for that.
         with contextlib.suppress(OSError):
@@ -57,6 +62,8 @@ def run() -> None:
 
 def _failed(error: Exception) -> int:
     """Say what kept the program from running at all, and return the status for it."""
+    import contextlib
+
     lacking = scarce(error)
     with contextlib.suppress(OSError):
         if lacking:
@@ -85,20 +92,35 @@ def main(arguments: Sequence[str]) -> int:
         print(f"gpuprestart: config: only {limit} open files are allowed; hint: LimitNOFILE={ENOUGH}", file=sys.stderr)
         return EX_CONFIG
     _run_clean_of(os.environ)
+    # While everything is loaded nothing is garbage, and to look for it would take as long as to load a tenth of it.
+    gc.disable()
     # What lies in /run is nobody's to change but ours, whatever UMask= is good for the server's files.
     os.umask(0o022)
-    wait = Waiter()
-    if arguments[:1] != ["clean"] and _is_administrative(arguments):
-        return _administer(arguments, wait)
-    child = Child(answer=Library(load_pynvml), wait=wait, at_fork=wait.forget)
-    try:
-        child.send(("init",))
+    if arguments[:1] != ["clean"]:
         from .commandline import parse
+        from .host.waiter import Waiter
 
+        command = parse(arguments)
+        if command.hosts or command.verb not in WITH_DRIVER:
+            return _without_driver(command, Waiter())
+    child = Child(answer=Library(load_pynvml), wait=lambda *asked: wait(*asked), at_fork=_as_a_child)
+    child.send(("init",))
+    # From here on the driver is at work, and we load what we need.
+    from .commandline import parse
+    from .host.waiter import Waiter
+
+    wait = Waiter()
+    try:
         return _perform(parse(arguments), wait, child)
     finally:
         wait.deafen()
         child.end()
+
+
+def _as_a_child() -> None:
+    from .host.waiter import obey_sigterm_alone
+
+    obey_sigterm_alone()
 
 
 def _have_standard_streams() -> None:
@@ -117,6 +139,7 @@ def _have_descriptors() -> bool:
     """Whether there may be enough of them, raising the limit if need be: with too few, one thing after the other would
     fail, and be told as the fault of whatever came last."""
     if os.sysconf("SC_OPEN_MAX") < ENOUGH:
+        import contextlib
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -138,23 +161,25 @@ def _run_clean_of(environ: Mapping[str, str]) -> None:
         os.execve(sys.executable, command, clean)
 
 
-def _is_administrative(arguments: Sequence[str]) -> bool:
-    """The hook itself does not wait until this is known."""
-    from .commandline import ADMINISTRATIVE
+def _without_driver(command: Command, wait: Waiter) -> int:
+    """What is about units, files, the journal or other machines alone. The driver is not asked, nor woken."""
+    if command.hosts:
+        from . import remote
 
-    return bool(arguments) and arguments[0] in ADMINISTRATIVE
+        return remote.perform(command, wait, out=sys.stdout, err=sys.stderr)
+    if command.verb in ("history", "proof"):
+        from . import history
 
-
-def _administer(arguments: Sequence[str], wait: Waiter) -> int:
-    """What is about units and files alone. The driver is not asked, so it is not woken either."""
+        return history.perform(command, out=sys.stdout, err=sys.stderr)
     from . import administration
-    from .commandline import parse
     from .host.systemd import Systemd
 
-    return administration.perform(parse(arguments), Systemd(wait), out=sys.stdout, err=sys.stderr)
+    return administration.perform(command, Systemd(wait), out=sys.stdout, err=sys.stderr)
 
 
 def _perform(command: Command, wait: Waiter, child: Child) -> int:
+    import contextlib
+
     from . import answers, events, hook, owners
     from .host import procfs
     from .host.child import Questions
@@ -167,6 +192,12 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
     from .telling import Teller
     from .verdict import survivors
 
+    if command.journal:
+        # Loaded while the driver initialises, and not when a server already waits for the verdict.
+        import json  # noqa: F401
+
+    gc.freeze()
+    gc.enable()
     locks = Locks()
 
     def alone() -> None:
@@ -217,6 +248,10 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
             from . import doctor
 
             return doctor.perform(command, host, out=sys.stdout)
+        if command.watch is not None:
+            from . import watching
+
+            return watching.perform(command, host, out=sys.stdout, err=sys.stderr)
         verdict = hook.run(command.options, host, checking=command.verb != "clean")
     finally:
         wait.deafen()
@@ -224,6 +259,11 @@ def _perform(command: Command, wait: Waiter, child: Child) -> int:
         files.end()
     teller = Teller(write=write, say=journal.say, notify=notify_status, out=sys.stdout, err=sys.stderr)
     status = teller.tell(command, verdict)
+    if command.verb == "clean" and verdict.textfile:
+        from . import metrics
+
+        metrics.publish(verdict, files, write)
+        files.end()
     journal.close()
     if command.verb == "clean" and verdict.unit:
         stuck = questions.pids | files.pids | unended | (set() if child.end() else {child.pid})

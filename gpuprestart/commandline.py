@@ -3,8 +3,6 @@
 The line of the hook itself needs no parser, and a server does not wait until one is loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Optional
 
@@ -41,11 +39,26 @@ class Command(NamedTuple):
     everything: bool = False
     #: Records go to the journal: all of ``clean``, and the verdict of a ``check`` that asks for it.
     journal: bool = False
+    #: As ``nvidia-smi --query-gpu=index,memory.used --format=csv`` prints it.
+    csv: bool = False
+    #: Look again every so many seconds.
+    watch: Optional[float] = None
+    #: Other machines to ask, by ssh, instead of this one.
+    hosts: tuple[str, ...] = ()
+    #: One run of the past, by its id or by a beginning of it.
+    run: str = ""
+    #: Runs of the past since then, and how many at most, the newest.
+    since: str = ""
+    most: Optional[int] = None
+    #: Where a picture of the last of these runs goes.
+    svg: str = ""
 
 
 HOOK = Command(verb="clean", journal=True)
 #: Verbs that do not ask the driver anything, and leave it alone.
 ADMINISTRATIVE = ("enable", "disable", "bypass")
+#: Verbs that read what earlier runs have left in the journal.
+LOOKING_BACK = ("history", "proof")
 
 STATUS = Command(verb="status", options=Options(gpus=("all",), status=True))
 
@@ -58,9 +71,14 @@ def parse(arguments: Sequence[str]) -> Command:
     given, rest = parser.parse_known_args(arguments)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}{_meant(given.verb, rest)}")
-    if given.verb in (None, "status"):
+    if given.verb is None:
         return STATUS
-    if given.verb in (*ADMINISTRATIVE, "doctor"):
+    hosts = tuple(getattr(given, "host", None) or ())
+    if given.verb == "status":
+        return STATUS._replace(json=given.json, csv=given.csv, watch=given.watch, hosts=hosts)
+    if given.verb == "history":
+        return _history(given, hosts, parser)
+    if given.verb in (*ADMINISTRATIVE, "doctor", "proof"):
         said = vars(given)
         if given.verb == "disable" and bool(given.unit) == given.all:
             parser.error("give the units, or --all")
@@ -72,6 +90,7 @@ def parse(arguments: Sequence[str]) -> Command:
             now=said.get("now", False),
             dry_run=said.get("dry_run", False),
             everything=said.get("all", False),
+            hosts=hosts,
         )
     if given.deadline is not None:
         from .quantities import duration
@@ -82,7 +101,27 @@ def parse(arguments: Sequence[str]) -> Command:
             parser.error(f"argument --deadline: {error}")
     gpus = tuple(given.gpus.split(",")) if given.gpus is not None else None
     options = Options(unit=given.unit, policy=given.policy, gpus=gpus, deadline=given.deadline)
-    return Command(verb=given.verb, options=options, json=given.json, journal=given.verb == "clean" or given.journal)
+    journal = given.verb == "clean" or given.journal
+    return Command(verb=given.verb, options=options, json=given.json, journal=journal, hosts=hosts)
+
+
+def _history(given: "argparse.Namespace", hosts: tuple[str, ...], parser: "argparse.ArgumentParser") -> Command:
+    words = tuple(given.what)
+    showing = words[:1] == ("show",)
+    if len(words) > (2 if showing else 1):
+        parser.error("give one unit at most, or show and one run")
+    if showing and len(words) == 1:
+        parser.error("history show: which run? history lists them by their id (a unit of that name is show.service)")
+    return Command(
+        verb="history",
+        units=() if showing else words,
+        run=words[1] if showing else "",
+        since=given.since,
+        most=given.number,
+        svg=given.svg,
+        json=given.json,
+        hosts=hosts,
+    )
 
 
 def _meant(verb: Optional[str], rest: Sequence[str]) -> str:
@@ -90,12 +129,12 @@ def _meant(verb: Optional[str], rest: Sequence[str]) -> str:
     if verb in (None, "status", "clean", "check") and not rest[0].startswith("-"):
         wanted = verb if verb in ("clean", "check") else "check"
         return f"; hint: gpuprestart {wanted} --unit {rest[0]}"
-    if verb in (*ADMINISTRATIVE, "doctor") and rest[0].partition("=")[0] == "--unit":
+    if verb in (*ADMINISTRATIVE, *LOOKING_BACK, "doctor") and rest[0].partition("=")[0] == "--unit":
         return f"; hint: gpuprestart {verb} UNIT, without --unit"
     return ""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> "argparse.ArgumentParser":
     import argparse
     import contextlib
     import sys
@@ -106,6 +145,28 @@ def _parser() -> argparse.ArgumentParser:
                 self.print_usage(sys.stderr)
                 print(f"{self.prog}: {message}", file=sys.stderr)
             raise SystemExit(EX_USAGE)
+
+    def interval(text: str) -> float:
+        seconds = float(text)
+        if not 0.1 <= seconds <= 3600:
+            raise ValueError
+        return seconds
+
+    def count(text: str) -> int:
+        number = int(text)
+        if number < 1:
+            raise ValueError
+        return number
+
+    def host(text: str) -> str:
+        # ssh would take it for an option, or for no host at all.
+        if not text or text.startswith("-") or any(each.isspace() for each in text):
+            raise ValueError
+        return text
+
+    def remote(command: argparse.ArgumentParser) -> None:
+        what = "ask this machine instead, by ssh; may be given several times"
+        command.add_argument("-H", "--host", metavar="[USER@]HOST", type=host, action="append", help=what)
 
     parser = Parser(
         prog="gpuprestart",
@@ -126,7 +187,26 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="the verdict as JSON on standard output")
         if verb == "check":
             command.add_argument("--journal", action="store_true", help="also write the verdict to the journal")
-    verbs.add_parser("status", help="GPUs and their holders; the default")
+            remote(command)
+    purpose = "GPUs and their holders; the default"
+    command = verbs.add_parser("status", help=purpose, description=purpose, allow_abbrev=False)
+    form = command.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON on standard output")
+    form.add_argument("--csv", action="store_true", help="index and used memory, as nvidia-smi prints them as CSV")
+    what = "look again every N seconds (2 without N), until it is interrupted"
+    form.add_argument("--watch", metavar="N", type=interval, nargs="?", const=2.0, help=what)
+    remote(command)
+    purpose = "earlier runs, as the journal has them"
+    command = verbs.add_parser("history", help=purpose, description=purpose, allow_abbrev=False)
+    command.add_argument("what", metavar="UNIT | show RUN", nargs="*", help="runs of this unit, or one run as a story")
+    command.add_argument("--since", metavar="TIME", default="", help="no earlier ones, such as yesterday or 2h")
+    command.add_argument("-n", "--number", metavar="N", type=count, help="so many, the newest (20 without this)")
+    command.add_argument("--svg", metavar="FILE", default="", help="draw the last of these runs into this file")
+    command.add_argument("--json", action="store_true", help="a list of verdicts, the newest last")
+    remote(command)
+    purpose = "the last verdict on a unit's GPUs, as JSON, to be filed"
+    command = verbs.add_parser("proof", help=purpose, description=purpose, allow_abbrev=False)
+    command.add_argument("unit", metavar="UNIT", nargs="?", help="x means x.service; without it the last of all")
     for verb, purpose in (
         ("enable", "put the hook in front of a service, by a drop-in"),
         ("disable", "take that drop-in away again"),
@@ -142,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     command = verbs.add_parser("doctor", help=purpose, description=purpose, allow_abbrev=False)
     command.add_argument("unit", metavar="UNIT", nargs="?", help="look at this unit as well")
     command.add_argument("--json", action="store_true", help="as JSON on standard output")
+    remote(command)
     purpose = "let the next start of a unit pass unproved, once, within ten minutes"
     command = verbs.add_parser("bypass", help=purpose, description=purpose, allow_abbrev=False)
     command.add_argument("unit", metavar="UNIT")

@@ -22,7 +22,7 @@ COMPUTE_MODES = {0: "default", 1: "exclusive-thread", 2: "prohibited", 3: "exclu
 ECC = ("remapped_rows", "retired_pages", "uncorrected_errors", "mig")
 
 RESET = "nvidia-smi --gpu-reset -i {gpus} once nothing uses it, else reboot"
-NEWER = "a newer driver tells it, or the policy has to do without (require.{key})"
+NEWER = "install a newer driver, or take require.{key} out of the policy"
 
 Facts = Mapping[str, Fact]
 
@@ -58,7 +58,7 @@ def look(require: Require, driver: Driver, inventory: Inventory, gpus: Sequence[
         if not faults:
             continue
         said = "; ".join(f"{_named(those)}: {clause}" for (clause, _), those in faults.items())
-        message = f"{said}, {wanted} is asked for (require.{key})"
+        message = f"{said}, but require.{key} asks for {wanted}"
         hint = "; ".join(remedy.format(gpus=_numbers(those), key=key) for (_, remedy), those in faults.items())
         concerned = tuple(gpu for gpu in whole if any(gpu in those for those in faults.values()))
         if getattr(require, key) == "warn":
@@ -78,13 +78,16 @@ def _gpu_count(wanted: int, inventory: Inventory, gpus: Sequence[Gpu]) -> list[U
         return []
     whole = [gpu for gpu in inventory.gpus if gpu.parent is None]
     instances = len(inventory.gpus) - len(whole)
-    there = f"{len(whole)} that NVML has" + (f", in {instances} instances" if instances else "")
+    divided = f", with {instances} instance{'s' if instances > 1 else ''} of MIG" if instances else ""
+    are = "is" if len(gpus) == 1 else "are"
     selected = (
-        f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} selected of {there}" if gpus else "this start uses none"
+        f"{len(gpus)} {are} selected of the {len(whole)} that NVML has{divided}" if gpus else "this start uses none"
     )
-    message = f"{'1 GPU is' if wanted == 1 else f'{wanted} GPUs are'} asked for, {selected}"
-    hint = "nvidia-smi -L and dmesg (Xid) tell of one that is missing; else correct what selects them (gpus.select)"
-    return [Unmet("gpu_count", str(wanted), f"{message} (require.gpu_count)", hint)]
+    message = f"require.gpu_count asks for {wanted} GPU{'s' if wanted > 1 else ''}, but {selected}"
+    hint = "correct what selects them: gpus.select, or CUDA_VISIBLE_DEVICES of the unit"
+    if gpus and wanted > len(whole) + instances:
+        hint = f"nvidia-smi -L and dmesg (Xid) tell of one that is missing; else {hint}"
+    return [Unmet("gpu_count", str(wanted), message, hint)]
 
 
 _COMPARISONS: Mapping[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
@@ -101,14 +104,14 @@ def _driver(require: Require, inventory: Inventory) -> list[Unmet]:
     if not require.driver:
         return []
     asked = ", ".join(operator + ".".join(map(str, numbers)) for operator, numbers in require.driver)
-    hint = f"install a driver that is {asked}, and reboot"
+    hint = f"install a driver {asked}, and reboot"
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})*", inventory.driver, re.ASCII) is None:
-        message = f"the driver calls itself {inventory.driver[:60]!r}, which is no version, {asked} is asked for"
-        return [Unmet("driver", asked, f"{message} (require.driver)", hint)]
+        what = f"the driver calls itself {inventory.driver[:60]!r}, which is no version"
+        return [Unmet("driver", asked, f"{what}, but require.driver asks for {asked}", hint)]
     version = tuple(map(int, inventory.driver.split(".")))
     if all(_COMPARISONS[operator](*_alike(version, numbers)) for operator, numbers in require.driver):
         return []
-    return [Unmet("driver", asked, f"the driver is {inventory.driver}, {asked} is asked for (require.driver)", hint)]
+    return [Unmet("driver", asked, f"the driver is {inventory.driver}, but require.driver asks for {asked}", hint)]
 
 
 def _alike(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -135,7 +138,7 @@ def _judges(require: Require, divided: set[str]) -> list[tuple[str, str, Judge]]
     def compute_mode(gpu: Gpu, facts: Facts) -> Optional[Fault]:
         mode = facts["compute_mode"]
         if mode.fault:
-            return _untold("its compute mode", mode)
+            return _untold("the compute mode", mode)
         word = COMPUTE_MODES.get(mode.values[0], str(mode.values[0]))
         remedy = f"nvidia-smi -i {{gpus}} -c {require.compute_mode.upper().replace('-', '_')}"
         return None if word == require.compute_mode else (f"compute mode is {word}", remedy)
@@ -155,7 +158,7 @@ def _judges(require: Require, divided: set[str]) -> list[tuple[str, str, Judge]]
 def _persistence(gpu: Gpu, facts: Facts) -> Optional[Fault]:
     mode = facts["persistence"]
     if mode.fault:
-        return _untold("its persistence mode", mode)
+        return _untold("the persistence mode", mode)
     remedy = "nvidia-smi -i {gpus} -pm 1, or systemctl enable --now nvidia-persistenced, which keeps it on"
     return None if mode.values[0] else ("persistence mode is off", remedy)
 
@@ -167,7 +170,7 @@ def _mig(mode: Fact) -> Optional[Fault]:
     if mode.unsupported:
         return None
     if mode.fault:
-        return _untold("its MIG mode", mode)
+        return _untold("the MIG mode", mode)
     now, next_ = ("on" if value else "off" for value in mode.values)
     if (now, next_) == ("off", "off"):
         return None
@@ -183,24 +186,25 @@ def _ecc(gpu: Gpu, facts: Facts) -> Optional[Fault]:
         *(["a row remapping has failed"] if failed else []),
         *(["a row remapping is pending"] if pending else []),
         *(["retired pages are pending"] if any(pages.values) else []),
-        *([f"{count} uncorrected error{'s' if count > 1 else ''} since its last reset"] if count else []),
+        *([f"{count} uncorrected error{'s' if count > 1 else ''} since the last reset"] if count else []),
     ]
     if clauses:
         replace = "nvidia-smi -q -d ROW_REMAPPER -i {gpus} tells more: a GPU that cannot remap a row is to be replaced"
         return " and ".join(clauses), replace if failed else RESET
     for what, fact in (("row remappings", rows), ("retired pages", pages), ("uncorrected errors", errors)):
         if fact.fault and not fact.unsupported:
-            return _untold(f"its {what}", fact)
+            return _untold(f"the {what}", fact)
     # All GPUs that can do MIG remap rows, and do not tell of it while MIG is on (nvml.h, nvmlDeviceGetRemappedRows).
     if rows.unsupported and any(mig.values[:1]):
-        return "its row remappings cannot be told while MIG is on", "leave require.ecc out for GPUs with instances"
+        return "the row remappings cannot be told while MIG is on", "leave require.ecc out for GPUs with instances"
     return None
 
 
 def _untold(what: str, fact: Fact) -> Fault:
+    """What cannot be told, with NVML's own word for why."""
     if fact.outdated:
-        return f"this driver cannot tell {what} ({fact.fault})", NEWER
-    return f"{what} cannot be told ({fact.fault})", LOOK
+        return f"this driver is too old to tell {what} ({fact.fault})", NEWER
+    return f"the driver does not tell {what} ({fact.fault})", LOOK
 
 
 def _faults(judge: Judge, facts: Mapping[Gpu, Facts]) -> dict[Fault, list[Gpu]]:

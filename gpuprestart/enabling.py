@@ -205,7 +205,7 @@ def _still_loaded(name: str, systemd: Systemd) -> bool:
 def _to_disable(name: str, systemd: Systemd) -> Optional[Found]:
     """What is to go. systemd is asked only for a name that has no drop-in of its own, so a unit may be gone."""
     if "/" in name or not name.endswith(".service"):
-        raise Refusal(Outcome.CONFIG, f"{name!r} is no name of a service", ["such as sglang-qwen.service"])
+        raise Refusal(Outcome.CONFIG, f"{name!r} is no name of a service", ["name one such as sglang-qwen.service"])
     return placement.look(name) or targets.of(name, systemd).found
 
 

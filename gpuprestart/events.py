@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Optional, Union
 
+from .findings import where_of
 from .model import Action, Decision, Fate, Gpu, GpuState, Leftover, Outcome, Owner, OwnerKind, Unmet, Verdict
 from .report import held, sentence, usage, who
 from .text import mib, printable
@@ -71,7 +72,7 @@ _FOUND: Mapping[Action, tuple[int, str]] = {
     Action.KILL: (NOTICE, "it is to be ended"),
     Action.SPARE: (INFO, "it is spared"),
     Action.REFUSE: (WARNING, "it may not be ended"),
-    Action.WAIT: (NOTICE, "waiting for it to go"),
+    Action.WAIT: (NOTICE, "its end is awaited"),
     Action.NONE: (DEBUG, "it is left alone"),
 }
 
@@ -150,9 +151,13 @@ def gpu_verdict(context: Context, state: GpuState) -> Record:
     if state.clean:
         return _record("gpu-verdict", INFO, f"{state.gpu} is clean: {usage(state)}", context, _figures(state))
     nobody = state.unattributed > state.limit
-    unexplained = f", {mib(state.unattributed)} of it held by nobody that is alive" if nobody else ""
-    why = f": {state.fault}" if state.fault and not (memory and memory.used > state.limit) else ""
-    message = f"{state.gpu} is not clean: {usage(state)}{unexplained}{why}"
+    unexplained = f", {mib(state.unattributed)} of it held by nobody alive" if nobody else ""
+    if memory is None:
+        message = f"{state.gpu} is not clean: it {'is ' if state.held else ''}{state.fault}"
+    elif memory.used > state.limit:
+        message = f"{state.gpu} is not clean: {usage(state)}{unexplained}"
+    else:
+        message = f"{state.gpu} is not clean: {usage(state)}, but {state.fault}"
     return _record("gpu-verdict", WARNING, message, context, _figures(state))
 
 
@@ -167,7 +172,7 @@ def precondition_failed(context: Context, unmet: Unmet) -> Record:
 def residue(context: Context, found: Sequence[Leftover]) -> Record:
     """What was found in shared memory: counts and bytes of each fate, the first names, and why the first one stays."""
     parts = []
-    for fate, words in (("removed", "removed"), ("kept", "left"), ("failed", "could not be removed")):
+    for fate, words in (("removed", "removed"), ("kept", "kept"), ("failed", "could not be removed")):
         some = [each for each in found if each.fate == fate]
         if some:
             names = ", ".join(printable(each.name, 64) for each in some[:MOST_RESIDUE])
@@ -183,7 +188,7 @@ def residue(context: Context, found: Sequence[Leftover]) -> Record:
         "GPUPRESTART_REMOVED_BYTES": str(sum(each.bytes for each in removed)),
     }
     priority = WARNING if any(each.fate == "failed" for each in found) else NOTICE if removed else INFO
-    return _record("residue", priority, f"In shared memory, had by nobody: {', '.join(parts)}", context, fields)
+    return _record("residue", priority, f"Leftovers in shared memory: {', '.join(parts)}", context, fields)
 
 
 #: So many names stand in the sentence; the fields have more.
@@ -203,7 +208,8 @@ _WEIGHTS: Mapping[Outcome, int] = {
 }
 
 
-def verdict(verdict: Verdict) -> Record:
+def verdict(verdict: Verdict, document: str) -> Record:
+    """``document`` is the whole of it as JSON, as ``history`` and ``proof`` read it back."""
     fields: dict[str, Value] = {
         "GPUPRESTART_OUTCOME": verdict.outcome.value,
         "GPUPRESTART_OUTCOMES": tuple(outcome.value for outcome in verdict.outcomes),
@@ -214,7 +220,9 @@ def verdict(verdict: Verdict) -> Record:
         "OBJECT_SYSTEMD_UNIT": verdict.unit or "",
     }
     context = Context(unit=verdict.unit, run=verdict.run)
-    return _record("verdict", _WEIGHTS.get(verdict.outcome, ERR), sentence(verdict), context, fields)
+    record = _record("verdict", _WEIGHTS.get(verdict.outcome, ERR), sentence(verdict), context, fields)
+    # It is printable as it is, and cut short it would be no document.
+    return record._replace(fields={**record.fields, "GPUPRESTART_VERDICT": document})
 
 
 def warning(context: Context, text: str, *, gpus: Sequence[Gpu] = ()) -> Record:
@@ -307,11 +315,10 @@ def _concerned(decision: Decision, gpus: Sequence[GpuState]) -> list[GpuState]:
     return [state for state in gpus if state.gpu.uuid in uuids]
 
 
-def _where(decision: Decision, gpus: Sequence[GpuState], most: int = 4) -> str:
+def _where(decision: Decision, gpus: Sequence[GpuState]) -> str:
     concerned = _concerned(decision, gpus)
-    named = [f"{state.gpu} ({usage(state)})" for state in concerned[:most]]
-    more = [f"{len(concerned) - most} more"] if len(concerned) > most else []
-    return ", ".join([*named, *more, *decision.holder.occupies]) or "on no selected GPU"
+    named = [where_of(concerned)] if concerned else []
+    return ", ".join([*named, *decision.holder.occupies]) or "on no selected GPU"
 
 
 def _gpu_names(gpus: Sequence[Gpu]) -> dict[str, Value]:

@@ -13,10 +13,13 @@ from .claims import FOLDER, NOBODY
 from .model import Decision, Fate, GpuState, Outcome, OwnerKind, Plan, Survey
 from .report import doubts, held, indices, usage, who
 from .story import Story
-from .text import numbered
+from .text import mib, numbered
 
 #: So many names stand in a sentence; the rest is counted. The records and the JSON have them all.
 MOST_NAMED = 3
+
+#: So many instances of MIG, each by its own name.
+MOST_GPUS = 4
 
 #: The kernel tells when a process began in clock ticks, of which there are a hundred to a second (proc(5)).
 TICK = 0.01
@@ -57,7 +60,7 @@ def against(story: Story) -> list[Finding]:
             _dirty(story, plan, survey, state) for state in dirty if not told & {state.gpu.uuid, state.gpu.parent}
         ]
     if story.checking and plan.evict:
-        found.append(_to_be_cleaned(plan))
+        found.append(_to_be_cleaned(story, plan))
         dirty = [state for state in dirty if not any(state.gpu.uuid in held(each.holder) for each in plan.evict)]
         plan = plan._replace(evict=())
     found += [_dirty(story, plan, survey, state) for state in dirty]
@@ -82,14 +85,22 @@ def _told(story: Story, plan: Plan) -> set[Optional[str]]:
 
 def _interrupted(story: Story) -> Finding:
     ended = by_us(story)
-    done = f"{count(len(ended), 'stale holder')} had been ended" if ended else "nobody had been ended"
-    message = f"{story.interrupted} came before the GPUs were proved clean; {done} by then"
-    return Finding(Outcome.INTERRUPTED, message, ("start the unit again, and what was not finished is done then",))
+    done = f"{count(len(ended), 'stale holder')} had been ended ({_names(ended)})" if ended else "nobody had been ended"
+    where, were = (
+        (where_of(story.gpus), "was" if len(story.gpus) == 1 else "were") if story.gpus else ("the GPUs", "were")
+    )
+    message = f"{story.interrupted} came before {where} {were} proved clean; {done} by then"
+    again = f"systemctl start {story.unit}" if story.unit else "start it again"
+    return Finding(Outcome.INTERRUPTED, message, (f"{again}: what was not finished is done then",))
 
 
 def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
     found = [
-        Finding(Outcome.DENIED, f"the kernel refuses us signals to {who(each, plan.gpus)}; it {each.reason}", (ROOT,))
+        Finding(
+            Outcome.DENIED,
+            f"{_on(plan.gpus, each)}the kernel refuses us signals to {who(each, plan.gpus)}; it {each.reason}",
+            (ROOT,),
+        )
         for each in story.denied
     ]
     blind = [each for each in plan.blocking if each.blind]
@@ -99,14 +110,26 @@ def _denied(story: Story, plan: Plan, survey: Survey) -> list[Finding]:
     if unexplained and survey.unreadable:
         unseen = f"{count(len(survey.unreadable), 'process', 'processes')} may not be looked into"
         pids = numbered(survey.unreadable, MOST_NAMED)
-        message = f"{_where(unexplained)}: nobody is seen to hold it, but {unseen} ({pids})"
+        message = f"{where_of(unexplained)}: nobody is seen to hold it, but {unseen} ({pids})"
         found.append(Finding(Outcome.DENIED, message, (ROOT,)))
     return found
 
 
 def _unmeasured(plan: Plan) -> list[Finding]:
-    hints = ("nvidia-smi and dmesg (Xid) tell more; a lost GPU needs a reset or a reboot",)
-    return [Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", hints) for state in plan.gpus if state.unknown]
+    return [
+        Finding(Outcome.UNKNOWN, f"{_named(state)} {state.fault}", (_measure_again(state),))
+        for state in plan.gpus
+        if state.unknown
+    ]
+
+
+def _measure_again(state: GpuState) -> str:
+    if state.reading.distrust or state.reading.unlisted:
+        return "update the driver, which gives no list of processes that could be believed"
+    if state.reading.unified:
+        return "nothing is wrong with the GPU: correct that key of the policy, or give the unit other GPUs"
+    reset = f"nvidia-smi --gpu-reset -i {state.gpu.uuid}, else reboot" if state.gpu.uuid else "reboot"
+    return f"look for NVRM and Xid in dmesg; a GPU that is lost needs {reset}"
 
 
 def _protected(plan: Plan, asked: Optional[str]) -> list[Finding]:
@@ -129,9 +152,12 @@ def _protected(plan: Plan, asked: Optional[str]) -> list[Finding]:
 def _held(plan: Plan, decisions: Sequence[Decision]) -> str:
     """One sentence for the first of them, the rest counted."""
     first, *others = decisions
-    theirs = [state for state in plan.gpus if state.gpu.uuid in held(first.holder)]
-    where = f"{_where(theirs)} is held by" if theirs else "in the way is"
-    message = f"{where} {who(first, plan.gpus)}: it {first.reason}"
+    theirs = _theirs(plan.gpus, first)
+    name = who(first, plan.gpus)
+    if theirs:
+        message = f"{where_of(theirs)} {'is' if len(theirs) == 1 else 'are'} held by {name}: it {first.reason}"
+    else:
+        message = f"{name} is in the way: it {first.reason}"
     if others:
         message += f"; and by {count(len(others), 'other', 'others')}: {_names(others)}"
     return message
@@ -145,27 +171,30 @@ def _claimed(plan: Plan) -> list[Finding]:
         if f"unit:{unit.name}" in named:
             continue  # It has come, and is named as a holder already.
         theirs = {uuid for claim, other in plan.claims if other == unit for uuid in (claim.gpu, claim.parent) if uuid}
-        gpus = [state.gpu.index for state in plan.gpus if theirs & {state.gpu.uuid, state.gpu.parent}]
-        plural = "s" if len(gpus) > 1 else ""
-        message = f"GPU{plural} {indices(gpus)} had been proved clean for {unit.name}, which is {unit.active_state}"
+        gpus = [state for state in plan.gpus if theirs & {state.gpu.uuid, state.gpu.parent}]
+        claimed = f"{where_of(gpus)} {'is' if len(gpus) == 1 else 'are'} claimed by"
+        allocated = "proved clean for its start, and its server may not have allocated yet"
+        message = f"{claimed} {unit.name}, which is {unit.active_state}: {allocated}"
         hints = (f"systemctl stop {unit.name}, or give each unit GPUs of its own",)
         if unit.name == NOBODY:
             paths = " ".join(f"{FOLDER}/{claim.gpu}" for claim, other in plan.claims if other == unit)
-            hints = (f"the claim cannot be read: remove {paths} once no server is about to use these GPUs",)
-        found.append(Finding(Outcome.PROTECTED, f"{message} and may not have allocated yet", hints))
+            message = f"{claimed} a start that cannot be told, for its claim cannot be read"
+            hints = (f"once no server is about to use it: rm {paths}",)
+        found.append(Finding(Outcome.PROTECTED, message, hints))
     return found
 
 
 def _unkillable(story: Story) -> list[Finding]:
-    hints = ("it is stuck in the kernel: dmesg may tell on what; only that, or a reboot, ends it",)
     found = []
     for decision in story.seen:
         process = decision.holder.process
         if story.fates.get(process.identity) is Fate.SURVIVED:
             place = story.survivors.get(process.identity)
             stuck = f"state {process.state}" + (f", in {place}" if place else "")
-            message = f"{who(decision, story.gpus)} survived SIGKILL ({stuck}); it {decision.reason}"
-            found.append(Finding(Outcome.UNKILLABLE, message, hints))
+            name = who(decision, story.gpus)
+            message = f"{_on(story.gpus, decision)}{name} survived SIGKILL ({stuck}); it {decision.reason}"
+            hint = f"cat /proc/{process.pid}/stack and dmesg tell on what it hangs in the kernel: end that, or reboot"
+            found.append(Finding(Outcome.UNKILLABLE, message, (hint,)))
     return found
 
 
@@ -177,21 +206,27 @@ def _respawning(story: Story, plan: Plan) -> list[Finding]:
     last = came[0]
     ppid, parent = last.holder.process.ppid, last.holder.process.parent
     message = (
-        f"stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)}, started by"
-        f" {parent or f'PID {ppid}'}; it {last.reason}"
+        f"{_on(plan.gpus, last)}stale holders came back {story.rounds} times; the last is {who(last, plan.gpus)},"
+        f" started by {parent or f'PID {ppid}'}; it {last.reason}"
     )
-    return [Finding(Outcome.RESPAWNING, message, (f"stop what starts it: systemctl status {ppid}",))]
+    return [Finding(Outcome.RESPAWNING, message, (f"systemctl status {ppid} shows what starts it: stop that",))]
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def _to_be_cleaned(plan: Plan) -> Finding:
+def _to_be_cleaned(story: Story, plan: Plan) -> Finding:
     theirs = {uuid for each in plan.evict for uuid in held(each.holder)}
     dirty = [state for state in plan.gpus if not state.clean and state.gpu.uuid in theirs]
-    where = f"{_where(dirty)}: " if dirty else ""
-    message = f"{where}clean would end {count(len(plan.evict), 'stale holder')}: {_names(plan.evict)}"
-    return Finding(Outcome.NOT_FREED, message, ("gpuprestart clean does it, and so does the start of the unit",))
+    where = f"{where_of(dirty)}: " if dirty else ""
+    message = f"{where}gpuprestart clean would end {count(len(plan.evict), 'stale holder')}: {_names(plan.evict)}"
+    hint = "gpuprestart clean does it now"
+    if story.unit:
+        hint = f"systemctl start {story.unit} does it first"
+        # Typed by hand it is no start of the unit, and does not end what that unit's own last run has left.
+        if not any(each.holder.owner.kind is OwnerKind.OWN_PREVIOUS for each in plan.evict):
+            hint += f", and gpuprestart clean --unit {story.unit} does it now"
+    return Finding(Outcome.NOT_FREED, message, (hint,))
 
 
 def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding:
@@ -199,8 +234,12 @@ def _dirty(story: Story, plan: Plan, survey: Survey, state: GpuState) -> Finding
     gone = [decision for decision in story.seen if _had_memory_on(story, decision, state.gpu.uuid)]
     memory = state.reading.memory
     if memory is None or memory.used <= state.limit or plan.evict or gone:
-        return _not_freed(story, plan, state, gone)
-    return _unattributed(story, plan, survey, state)
+        found = _not_freed(story, plan, state, gone)
+    else:
+        found = _unattributed(story, plan, survey, state)
+    # To reset a GPU, or to wait for it, is no advice where a run was cut off, or could not see or end who has it.
+    cut = story.interrupted or story.denied or (plan.unexplained and survey.unreadable)
+    return found._replace(hints=()) if cut else found
 
 
 def _had_memory_on(story: Story, decision: Decision, uuid: str) -> bool:
@@ -240,21 +279,23 @@ def _unattributed(story: Story, plan: Plan, survey: Survey, state: GpuState) -> 
     memory = state.reading.memory
     if memory is not None and memory.call == "v1":
         why = "this driver has only the v1 memory call, which counts what the driver reserves as used"
-        hints.insert(0, f"{why}: set memory.max_used above that")
+        hints.insert(0, f"{why}: set memory.max_used above what this GPU shows when idle (now {mib(memory.used)})")
     hints += doubts(state.reading)
     suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
-    hints += [f"{who(each, plan.gpus)} has its node open; it {each.reason}" for each in suspects[:8]]
+    hints += [f"{who(each, plan.gpus)} has the node of {state.gpu} open; it {each.reason}" for each in suspects[:8]]
     return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))
 
 
 def _unended(story: Story, plan: Plan) -> Finding:
-    message = f"the deadline came {story.duration:.0f} s into this run, before {_names(plan.evict)} could be ended"
+    first, *others = plan.evict
+    name = who(first, plan.gpus) + (f" and {count(len(others), 'other', 'others')}" if others else "")
+    message = f"the deadline came {story.duration:.0f} s into this run, before {name} could be ended; it {first.reason}"
     return Finding(Outcome.NOT_FREED, message, ("allow more time (deadline.total)",))
 
 
 def _unsettled(story: Story, plan: Plan) -> Finding:
-    gpus = count(len(plan.gpus), "GPU")
-    message = f"the deadline came {story.duration:.0f} s into this run, before {gpus} had stayed clean"
+    clean = f"before {where_of(plan.gpus)} had stayed clean for as long as memory.settle asks"
+    message = f"the deadline came {story.duration:.0f} s into this run, {clean}"
     return Finding(Outcome.NOT_FREED, message, ("allow more time (deadline.total)",))
 
 
@@ -264,14 +305,36 @@ def _unsettled(story: Story, plan: Plan) -> Finding:
 def proof(story: Story) -> Finding:
     """The sentence of a start that may go on."""
     states = story.gpus
-    most = max(states, key=lambda state: state.reading.memory.used if state.reading.memory else 0)
-    proved = f"{'all ' if len(states) > 1 else ''}{count(len(states), 'GPU')} proved clean (at most {usage(most)})"
+    figures = f"{'at most ' if len(states) > 1 else ''}{usage(_fullest(states))}"
+    proved = f"{_gpus(states)} proved clean ({figures})"
     ended = by_us(story)
     if story.was_reset:
-        proved = f"{', '.join(map(str, story.was_reset))} reset, {proved}"
+        were = "was" if len(story.was_reset) == 1 else "were"
+        proved = f"{', '.join(map(str, story.was_reset))} {were} reset, {proved}"
     if not ended:
         return Finding(Outcome.CLEANED if story.was_reset else Outcome.CLEAN, proved)
     return Finding(Outcome.CLEANED, f"{count(len(ended), 'stale holder')} ended ({_names(ended)}), {proved}")
+
+
+def ending(plan: Plan) -> str:
+    """What a run says while it ends the stale."""
+    return f"Ending {count(len(plan.evict), 'stale holder')}: {_names(plan.evict)}"
+
+
+def waiting(plan: Plan) -> str:
+    """What a run says while it waits: for whom, or for which memory."""
+    some = (*plan.awaited, *plan.blocking)
+    if some:
+        return f"Waiting for {who(some[0], plan.gpus)} to go: it {some[0].reason}"
+    for _, unit in plan.claims:
+        return f"Waiting for {unit.name}, which is {unit.active_state} and has claimed the same GPUs"
+    dirty = [f"{state.gpu}: {state.fault}" for state in plan.gpus if not state.clean]
+    more = f" and {len(dirty) - MOST_NAMED} more" if len(dirty) > MOST_NAMED else ""
+    return (
+        f"Waiting for memory: {', '.join(dirty[:MOST_NAMED])}{more}"
+        if dirty
+        else "Waiting until memory has stayed free (memory.settle)"
+    )
 
 
 def by_us(story: Story) -> list[Decision]:
@@ -288,13 +351,39 @@ def _named(state: GpuState) -> str:
     return f"{state.gpu} ({state.gpu.uuid[:12]})" if state.gpu.uuid else str(state.gpu)
 
 
-def _where(states: Sequence[GpuState]) -> str:
-    """The GPUs with what is used of each against the limit."""
-    if len(states) == 1:
-        return f"{states[0].gpu} ({usage(states[0])})"
-    figures = ", ".join(f"{state.gpu.index}: {usage(state)}" for state in states[:MOST_NAMED])
-    more = ", …" if len(states) > MOST_NAMED else ""
-    return f"GPUs {indices(state.gpu.index for state in states)} ({figures}{more})"
+def where_of(states: Sequence[GpuState]) -> str:
+    """The GPUs with what is used of them against the limit: of many, that of the fullest; each has its own record."""
+    if not states:
+        return "no GPU"
+    return f"{_gpus(states)} ({'at most ' if len(states) > 1 else ''}{usage(_fullest(states))})"
+
+
+def _gpus(states: Sequence[GpuState]) -> str:
+    """Short for many, as a sentence has to be; but an instance's number is that of its GPU, which may have more."""
+    if len(states) == 1 or any(state.gpu.parent for state in states):
+        more = [f"{len(states) - MOST_GPUS} more"] if len(states) > MOST_GPUS else []
+        return ", ".join([*(str(state.gpu) for state in states[:MOST_GPUS]), *more])
+    return f"GPUs {indices(state.gpu.index for state in states)}"
+
+
+def _fullest(states: Sequence[GpuState]) -> GpuState:
+    """The one that is furthest above its limit, or nearest to it."""
+
+    def above(state: GpuState) -> int:
+        return state.reading.memory.used - state.limit if state.reading.memory else -1
+
+    return max(states, key=above)
+
+
+def _theirs(gpus: Sequence[GpuState], decision: Decision) -> list[GpuState]:
+    """Those of the GPUs that a holder is tied to."""
+    return [state for state in gpus if state.gpu.uuid in held(decision.holder)]
+
+
+def _on(gpus: Sequence[GpuState], decision: Decision) -> str:
+    """The beginning of a sentence about a holder: on which GPUs it is, if on any."""
+    theirs = _theirs(gpus, decision)
+    return f"{where_of(theirs)}: " if theirs else ""
 
 
 def _names(decisions: Sequence[Decision]) -> str:

@@ -91,7 +91,7 @@ def _fault(error: Exception) -> Refusal:
     with contextlib.suppress(OSError):
         traceback.print_exc()
     message = f"a fault in gpuprestart itself: {type(error).__name__}: {error}"
-    return Refusal(Outcome.INTERNAL, message, ["report it, with the traceback above"])
+    return Refusal(Outcome.INTERNAL, message, ["report it, with its traceback from the journal"])
 
 
 def _silent(record: events.Record) -> None:
@@ -105,7 +105,7 @@ def _run_id(host: Neighbours) -> str:
 def _boot_id() -> str:
     """Empty where /proc shows processes alone (ProcSubset=pid)."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
             return file.read().strip().replace("-", "")
     except OSError:
         return ""
@@ -161,7 +161,7 @@ class _Run:
         if self._options.unit is not None:
             unit = owners.full_name(self._options.unit)
             if not owners.is_unit_name(unit):
-                hint = "such as sglang-qwen.service, or an instance of a template"
+                hint = "name one such as sglang-qwen.service, or an instance of a template"
                 raise Refusal(Outcome.CONFIG, f"--unit: {self._options.unit!r} is no name of a unit", [hint])
             policy = self._policy(unit)
             environ = settings.environment_of(self._host.systemd, unit)
@@ -192,7 +192,7 @@ class _Run:
             if not self._options.status:
                 raise
             policy = Policy()
-        self._ledger.note(policy_files=policy.files)
+        self._ledger.note(policy_files=policy.files, textfile=policy.metrics.textfile)
         self._host.systemd.hurry(self._began + policy.deadline.total - clock())
         return policy
 
@@ -228,7 +228,7 @@ class _Run:
         lost = [gpu for gpu in inventory.gpus if gpu.fault and gpu not in gpus]
         if lost:
             faults = ", ".join(f"{gpu} ({gpu.fault})" for gpu in lost)
-            text = f"not selected, but NVML cannot reach it: {faults}"
+            text = f"NVML cannot reach {faults}; this start does not use {'it' if len(lost) == 1 else 'them'}"
             self._ledger.write(events.warning(self._ledger.context, text, gpus=lost))
 
     # What the policy asks besides -----------------------------------------------------------------------------------
@@ -521,7 +521,10 @@ def _occupied(require: Require, host: Neighbours) -> Optional[Look]:
 
 
 def _no_folder(error: Denied) -> Refusal:
-    room = {errno.ENOSPC: "make room in /run: df -h /run, df -i /run", errno.EROFS: "/run has to be writable"}
+    room = {
+        errno.ENOSPC: "make room in /run: df -h /run, df -i /run",
+        errno.EROFS: "/run has to be writable: mount -o remount,rw /run",
+    }
     return Refusal(Outcome.DENIED, f"locks and claims cannot be kept: {error}", [room.get(error.number, ROOT)])
 
 

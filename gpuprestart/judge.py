@@ -90,8 +90,9 @@ def _with_shared_servers(decided: list[Decision]) -> list[Decision]:
         if decision.action is not Action.KILL:
             staying |= _mps(decision.holder)
     reason = "is a client of an MPS server that somebody else uses too"
+    hint = "stop all clients of that server: nvidia-smi shows them with type M+C"
     return [
-        decision._replace(action=Action.REFUSE, reason=f"{decision.reason}, but {reason}", hint="stop all its clients")
+        decision._replace(action=Action.REFUSE, reason=f"{decision.reason}, but {reason}", hint=hint)
         if decision.action is Action.KILL and _mps(decision.holder) & staying
         else decision
         for decision in decided
@@ -240,7 +241,8 @@ def _too_much_spared(policy: Policy, survey: Survey, decisions: list[Decision]) 
             limit = f"memory.spared_max of {mib(most)}"
             reason = f"is spared, but spared holders may have {mib(total)} on {gpu}, more than {limit}"
             for each in spared:
-                found[each.holder.process.pid] = each._replace(
-                    reason=reason, hint="stop it, or raise memory.spared_max"
+                hint = (
+                    f"systemctl status {each.holder.process.pid} shows what it is: stop it, or raise memory.spared_max"
                 )
+                found[each.holder.process.pid] = each._replace(reason=reason, hint=hint)
     return list(found.values())

@@ -6,19 +6,43 @@ cut short anywhere still has a whole story to tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Callable, Optional
 
 from . import events, judge
 from .faults import Interrupted
-from .model import Action, Decision, Fate, Gpu, GpuState, Leftover, Plan, Process, Reading, Refusal, Survey, Unmet
+from .model import (
+    MIB,
+    Action,
+    Decision,
+    Fate,
+    Gpu,
+    GpuState,
+    Leftover,
+    Plan,
+    Process,
+    Reading,
+    Refusal,
+    Survey,
+    Timeline,
+    Unmet,
+)
 from .policy import Policy
-from .report import doubts
+from .report import doubts, who
 from .story import Story
 
 #: Holders that get a record of their own when they are found; the verdict counts the rest.
 MOST_FOUND = 64
+
+#: Of the timeline, so many stretches, signals of each kind and samples are kept; fewer samples of many GPUs, so that
+#: there are not more figures than this, but some in any case.
+MOST_KEPT = 64
+MOST_FIGURES, LEAST_SAMPLES = 1024, 16
+
+#: Bytes by which what is used must differ for a sample to tell anything new.
+NOTABLE = MIB
 
 Identity = tuple[int, int]
 
@@ -52,6 +76,9 @@ class Ledger:
         self._doubted: set[str] = set()
         self._opening: Optional[events.Record] = None
         self._phases: dict[str, float] = {}
+        self._stretches: list[tuple[str, float, float]] = []
+        self._signals: list[tuple[float, int, str]] = []
+        self._memory: list[tuple[float, tuple[Optional[int], ...]]] = []
         #: Anything stood against a start at any time in this run.
         self.dirty = False
 
@@ -124,6 +151,7 @@ class Ledger:
     def planned(self, survey: Survey, plan: Plan) -> None:
         """A look and what was decided on it. A holder is recorded when it is first seen, or judged anew."""
         self.note(survey=survey, plan=plan)
+        self._sample({state.gpu.uuid: state.reading for state in plan.gpus})
         self.dirty = self.dirty or not plan.clean
         if self.dirty:
             self.begin()
@@ -156,16 +184,35 @@ class Ledger:
         for state in plan.gpus:
             for text in doubts(state.reading) if state.gpu.uuid not in self._doubted else ():
                 self._doubted.add(state.gpu.uuid)
-                self._write(events.warning(self.context, f"{state.gpu}: {text}; /proc alone tells", gpus=[state.gpu]))
+                self._write(
+                    events.warning(
+                        self.context, f"{state.gpu}: {text}; its holders are found by /proc alone", gpus=[state.gpu]
+                    )
+                )
 
     def sampled(self, readings: Mapping[str, Reading], policy: Policy) -> None:
         """A sample of the selected GPUs between two looks: memory that is back is recorded once, when it is seen."""
+        self._sample(readings)
         for state in self._gpus:
             reading = readings[state.gpu.uuid]
             if not state.clean and state.gpu.uuid not in self._freed and judge.is_low(policy, state, reading):
                 self._freed.add(state.gpu.uuid)
                 after = state._replace(reading=reading, clean=True, fault="")
                 self._write(events.memory_freed(self.context, state, after, seconds=self._clock() - self._began))
+
+    def _sample(self, readings: Mapping[str, Reading]) -> None:
+        """Keep what is used now, if that is news. When there is too much of it, the smallest is forgotten, and not the
+        oldest: of a run that takes long, what matters may have come first."""
+        memories = [readings[state.gpu.uuid].memory for state in self._gpus]
+        used = tuple(None if memory is None else memory.used for memory in memories)
+        kept = self._memory
+        # The one before last tells whether the last was only the end of a level stretch.
+        if len(kept) > 1 and _alike(kept[-1][1], used) and _alike(kept[-2][1], used):
+            kept.pop()
+        kept.append((self._clock() - self._began, used))
+        if len(kept) > max(LEAST_SAMPLES, min(MOST_KEPT, MOST_FIGURES // max(1, len(used)))):
+            # A figure holds until the next, so one that is as the one before it tells nothing that would be missed.
+            del kept[min(range(1, len(kept) - 1), key=lambda at: _apart(kept[at - 1][1], kept[at][1]))]
 
     @property
     def _gpus(self) -> tuple[GpuState, ...]:
@@ -177,13 +224,16 @@ class Ledger:
         identity = decision.holder.process.identity
         self._seen[identity] = decision
         self._signalled.setdefault(identity, self._clock())
+        # Many SIGTERM leave room for the SIGKILL after them.
+        if sum(sent == name for _, _, sent in self._signals) < MOST_KEPT:
+            self._signals.append((self._clock() - self._began, identity[0], name))
         if name == "SIGKILL":
             self._killed[identity] = self._clock()
         self._write(events.holder_signalled(self.context, decision, self._gpus, signal_name=name))
 
     def refused(self, decision: Decision, name: str) -> None:
         self._denied[decision.holder.process.identity] = decision
-        text = f"the kernel refuses {name} to {decision.holder.process} of {decision.holder.owner.word}"
+        text = f"the kernel refuses {name} to {who(decision, self._gpus)}; it {decision.reason}"
         self._write(events.warning(self.context, text))
 
     def ended(self, decision: Decision, fate: Fate) -> None:
@@ -212,7 +262,25 @@ class Ledger:
             yield
         finally:
             others = sum(self._phases.values()) - others
-            self._phases[name] = self._phases.get(name, 0.0) + self._clock() - began - others
+            ended = self._clock()
+            self._phases[name] = self._phases.get(name, 0.0) + ended - began - others
+            self._stretch(name, began - self._began, ended - self._began)
+
+    def _stretch(self, name: str, began: float, ended: float) -> None:
+        """One more stretch of a phase; when there are too many, the two of one phase that are closest become one."""
+        kept = self._stretches
+        kept.append((name, began, ended))
+        if len(kept) <= MOST_KEPT:
+            return
+        last: dict[str, int] = {}
+        gaps = []
+        for number, (each, start, _) in enumerate(kept):
+            if each in last:
+                gaps.append((start - kept[last[each]][2], last[each], number))
+            last[each] = number
+        _, one, other = min(gaps)
+        kept[one] = (kept[one][0], kept[one][1], max(kept[one][2], kept[other][2]))
+        del kept[other]
 
     def story(self, *, refusal: Optional[Refusal] = None, interrupted: Optional[Interrupted] = None) -> Story:
         """The whole story, told once, at the end of the run."""
@@ -245,6 +313,19 @@ class Ledger:
             fates=dict(self._fates),
             denied=tuple(self._denied.values()),
             survivors=survivors,
+            timeline=Timeline(tuple(self._stretches), tuple(self._signals), tuple(self._memory)),
             refusal=refusal,
             interrupted=interrupted.signal_name if interrupted else "",
         )
+
+
+def _alike(before: Sequence[Optional[int]], after: Sequence[Optional[int]]) -> bool:
+    return _apart(before, after) < NOTABLE
+
+
+def _apart(before: Sequence[Optional[int]], after: Sequence[Optional[int]]) -> float:
+    """How far any GPU's figure is from what it was; beyond all measure where one of them is not known."""
+    if len(before) != len(after):
+        return math.inf
+    pairs = [(one, other) for one, other in zip(before, after) if one != other]
+    return max((math.inf if one is None or other is None else abs(one - other) for one, other in pairs), default=0)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Optional
 
-from . import drain, evict, judge, table
+from . import drain, evict, findings, judge, table
 from .host.nvml import DriverError
 from .ledger import Ledger
-from .model import Action, Decision, Plan, Reading, Survey
+from .model import Action, Decision, GpuState, Plan, Reading, Survey
 from .neighbours import Neighbours, clock
 from .policy import Policy
 from .survey import Surveyor
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .before_kill import BeforeKill
     from .reset import LastResort
 
-#: Seconds after which everything is looked at again while memory is awaited, and how much of the time that may take.
+#: Seconds after which everything is looked at again while memory is awaited, what they grow to while every look finds
+#: the same, and how much of the time that may take.
 LOOK_AGAIN = 2.0
+LOOK_RARELY = 16.0
 LOOK_SHARE = 10
 
 #: Rounds of new stale holders after which they are said to come back as fast as they are ended.
@@ -59,6 +61,7 @@ def clean(
     history = judge.History()
     settled = False
     rounds = 0
+    patience, before = LOOK_AGAIN, None
     while True:
         began = clock()
         survey, plan, history = look(surveyor, policy, history, ledger)
@@ -81,8 +84,10 @@ def clean(
                 last_resort(survey, plan)
             settled = False
             continue
+        patience = min(2 * patience, LOOK_RARELY) if before is not None and _idle(before, plan) else LOOK_AGAIN
+        before = plan
         # Memory that is low from the first sample on must have the time to settle before the next look.
-        again = now + max(LOOK_AGAIN, LOOK_SHARE * (now - began), policy.memory.settle + 1.0)
+        again = now + max(patience, LOOK_SHARE * (now - began), policy.memory.settle + 1.0)
         reset = float("inf") if last_resort is None else last_resort.moment(plan)
         until = min(deadline, again, reset, *_moments(policy, plan, history, protected_until))
         settled = _drain(policy, plan, surveyor, host, ledger, until=until)
@@ -96,6 +101,13 @@ def _over(plan: Plan, ledger: Ledger, now: float, *, deadline: float, protected_
 def _hopeless(plan: Plan, ledger: Ledger) -> bool:
     """Whether time changes nothing."""
     return ledger.denied or any(state.unknown for state in plan.gpus)
+
+
+def _idle(before: Plan, plan: Plan) -> bool:
+    """Whether nothing has come or gone since the last look, and nobody is waited for: memory alone is, of which every
+    sample tells."""
+    seen, now = ([(each.holder.process.identity, each.action) for each in one.decisions] for one in (before, plan))
+    return seen == now and not (plan.awaited or plan.refused or plan.later)
 
 
 def _moments(policy: Policy, plan: Plan, history: judge.History, protected_until: float) -> list[float]:
@@ -144,7 +156,7 @@ def _evict(
         return (each for each in judged if each.action is Action.KILL and surveyor.unchanged(each.holder.process))
 
     with ledger.phase("evict"):
-        host.say_status(f"Ending {len(plan.evict)} stale GPU holders")
+        host.say_status(findings.ending(plan))
         evict.evict(
             surveyor.holding(plan.evict),
             still_stale=still_stale,
@@ -161,20 +173,28 @@ def _evict(
 def _drain(policy: Policy, plan: Plan, surveyor: Surveyor, host: Neighbours, ledger: Ledger, *, until: float) -> bool:
     """Wait for memory; while somebody is awaited too, low memory alone ends nothing."""
 
+    readings: dict[str, Reading] = {}
+    high: list[GpuState] = []
+
     def sample() -> Mapping[str, Reading]:
-        readings = surveyor.sample()
+        """Those that were high, and once there are none left, all of them."""
+        if high:
+            readings.update(surveyor.sample([state.gpu for state in high]))
+            high[:] = are_high()
+        if not high:
+            readings.update(surveyor.sample())
+            high[:] = are_high()
         ledger.sampled(readings, policy)
         return readings
 
-    def low(readings: Mapping[str, Reading]) -> bool:
-        somebody = plan.awaited or plan.refused
-        return not somebody and all(judge.is_low(policy, state, readings[state.gpu.uuid]) for state in plan.gpus)
+    def are_high() -> list[GpuState]:
+        return [state for state in plan.gpus if not judge.is_low(policy, state, readings[state.gpu.uuid])]
+
+    def low(_: Mapping[str, Reading]) -> bool:
+        return not (plan.awaited or plan.refused or high)
 
     with ledger.phase("drain"):
-        dirty = [state for state in plan.gpus if not state.clean]
-        host.say_status(
-            f"Waiting for {', '.join(f'{state.gpu}: {state.fault}' for state in dirty[:4])}" if dirty else "Settling"
-        )
+        host.say_status(findings.waiting(plan))
         return drain.drain(
             sample=sample, low=low, wait=host.wait, clock=clock, settle=policy.memory.settle, until=until
         )

@@ -1,12 +1,11 @@
 """The values that one stage hands to the next: frozen, and without behaviour beyond naming themselves.
 
 They are NamedTuples because forty frozen dataclasses, with the module that makes them, took as long to load as all the
-rest of the program, and a server waits for that. Nothing here reads the machine, the clock or the policy. Sizes are
-bytes, times are seconds, and GPUs are known by their UUID, because NVML indices, device minors and CUDA ordinals may
-all differ on one machine.
+rest of the program, and a server waits for that. For the same reason the annotations here, and in the other modules of
+which every start loads many values, are no strings: each of those would be compiled again. Nothing here reads the
+machine, the clock or the policy. Sizes are bytes, times are seconds, and GPUs are known by their UUID, because NVML
+indices, device minors and CUDA ordinals may all differ on one machine.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
@@ -415,6 +414,19 @@ class Leftover(NamedTuple):
     reason: str
 
 
+class Timeline(NamedTuple):
+    """How a run went, in seconds since it began; only so much of each is kept, however long it takes.
+
+    ``phases`` are stretches of its phases as (name, from, to), ``signals`` are (when, PID, name), ``memory`` is (when,
+    used bytes of each GPU of the verdict in their order, None where they could not be read); a figure holds until the
+    next.
+    """
+
+    phases: tuple[tuple[str, float, float], ...] = ()
+    signals: tuple[tuple[float, int, str], ...] = ()
+    memory: tuple[tuple[float, tuple[Optional[int], ...]], ...] = ()
+
+
 class Fate(str, Enum):
     EXITED = "exited"
     TERMINATED = "terminated"
@@ -444,6 +456,9 @@ class Verdict(NamedTuple):
     fates: Mapping[tuple[int, int], Fate] = {}
     unmet: tuple[Unmet, ...] = ()
     residue: tuple[Leftover, ...] = ()
+    timeline: Timeline = Timeline()
+    #: The file of metrics that the policy asks for.
+    textfile: str = ""
 
     @property
     def outcome(self) -> Outcome:

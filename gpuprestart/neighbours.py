@@ -1,7 +1,5 @@
 """What a run is given to work with: the machine's handles, so that a test can hand in its own."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
@@ -40,7 +38,7 @@ class Neighbours(NamedTuple):
     claims: Notes
     bypasses: Notes
     #: Runs a program that the policy names, as host.program.Programs does.
-    run_program: Callable[..., Ended]
+    run_program: Callable[..., "Ended"]
 
 
 def clock() -> float:

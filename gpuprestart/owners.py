@@ -27,30 +27,33 @@ CARRIERS = (
 
 #: Names of units as systemd takes them (systemd.unit(5)). systemctl refuses a whole call for one that it does not take,
 #: such as a template without an instance, and anybody can name a cgroup of their own.
-_UNIT_NAME = re.compile(r"(?=.{1,255}$)[A-Za-z0-9:_.\\-]+(?:@[A-Za-z0-9:_.\\@-]+)?\.(?:service|scope)")
-_SESSION = re.compile(r"session-([A-Za-z0-9]+)\.scope")
-_USER_MANAGER = re.compile(r"user@([0-9]+)\.service")
-_USER_SLICE = re.compile(r"^/user\.slice/user-([0-9]{1,10})\.slice/")
+_UNIT_NAME = r"(?=.{1,255}$)[A-Za-z0-9:_.\\-]+(?:@[A-Za-z0-9:_.\\@-]+)?\.(?:service|scope)"
+_SESSION = r"session-([A-Za-z0-9]+)\.scope"
+_USER_MANAGER = r"user@([0-9]+)\.service"
+_USER_SLICE = r"^/user\.slice/user-([0-9]{1,10})\.slice/"
 
 #: How container engines and Slurm name the cgroups that they make; the first group is the id.
 _CONTAINERS = (
-    ("docker", re.compile(r"/docker-([0-9a-f]{12,64})\.scope(?=/|$)")),
-    ("docker", re.compile(r"/docker/([0-9a-f]{64})(?=/|$)")),
-    ("podman", re.compile(r"/libpod-(?:payload-)?([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
-    ("cri-containerd", re.compile(r"/cri-containerd-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
-    ("crio", re.compile(r"/crio-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)")),
-    ("kubernetes", re.compile(r"/kubepods[^/]*/(?:.*/)?([0-9a-f]{64})(?=/|$)")),
-    ("lxc", re.compile(r"/lxc(?:\.payload\.|/)([^/]+)(?=/|$)")),
-    ("nspawn", re.compile(r"/machine\.slice/(?:machine-|systemd-nspawn@)([^/]+?)\.(?:scope|service)(?=/|$)")),
+    ("docker", r"/docker-([0-9a-f]{12,64})\.scope(?=/|$)"),
+    ("docker", r"/docker/([0-9a-f]{64})(?=/|$)"),
+    ("podman", r"/libpod-(?:payload-)?([0-9a-f]{12,64})(?:\.scope)?(?=/|$)"),
+    ("cri-containerd", r"/cri-containerd-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)"),
+    ("crio", r"/crio-([0-9a-f]{12,64})(?:\.scope)?(?=/|$)"),
+    ("kubernetes", r"/kubepods[^/]*/(?:.*/)?([0-9a-f]{64})(?=/|$)"),
+    ("lxc", r"/lxc(?:\.payload\.|/)([^/]+)(?=/|$)"),
+    ("nspawn", r"/machine\.slice/(?:machine-|systemd-nspawn@)([^/]+?)\.(?:scope|service)(?=/|$)"),
 )
 #: What runs containers and jobs, as ``comm[pid]``: a comm is cut at 15 bytes.
 RUNTIMES = (
     "containerd-shim*", "conmon*", "lxc-start*", "lxc-execute*", "?lxc monitor*", "systemd-nspawn*", "slurmstepd*",
 )  # fmt: skip
 
+#: Stands for the runtime of what has this.
+NAMESPACE = "its own PID namespace"
+
 _UNKILLABLE = "gpuprestart-unkillable-"
 
-_SLURM = re.compile(r"/(?:slurmstepd\.scope|slurm[^/]*)/(?:.*/)?job_?([0-9]+)(?=/|$)")
+_SLURM = r"/(?:slurmstepd\.scope|slurm[^/]*)/(?:.*/)?job_?([0-9]+)(?=/|$)"
 
 
 class Own(NamedTuple):
@@ -70,11 +73,11 @@ class Own(NamedTuple):
 def candidates(cgroup: str) -> tuple[str, ...]:
     """Names on a cgroup path that may be units, outermost first; systemd escapes a clash with a leading ``_``."""
     parts = (part[1:] if part.startswith("_") else part for part in cgroup.split("/"))
-    return tuple(part for part in parts if _UNIT_NAME.fullmatch(part))
+    return tuple(part for part in parts if re.fullmatch(_UNIT_NAME, part))
 
 
 def is_unit_name(name: str) -> bool:
-    return _UNIT_NAME.fullmatch(name) is not None
+    return re.fullmatch(_UNIT_NAME, name) is not None
 
 
 def cgroup_of(unit: str, cgroup: str) -> str:
@@ -200,10 +203,10 @@ def _container(process: Process, namespace: int, above: str) -> Optional[Owner]:
     foreign = process.pid_namespace != namespace
     found = _named_container(process.cgroup)
     if found is not None:
-        return found._replace(cgroup="", runtime="its own PID namespace") if foreign else found
+        return found._replace(cgroup="", runtime=NAMESPACE) if foreign else found
     if foreign:
         word = f"container:pidns:{process.pid_namespace}"
-        return Owner(kind=OwnerKind.CONTAINER, word=word, user=process.user, runtime="its own PID namespace")
+        return Owner(kind=OwnerKind.CONTAINER, word=word, user=process.user, runtime=NAMESPACE)
     if above.startswith("slurmstepd"):
         return Owner(kind=OwnerKind.SLURM, word="slurm:unknown", user=process.user, runtime=above)
     if above:
@@ -213,11 +216,11 @@ def _container(process: Process, namespace: int, above: str) -> Optional[Owner]:
 
 
 def _named_container(cgroup: str) -> Optional[Owner]:
-    job = _SLURM.search(cgroup)
+    job = re.search(_SLURM, cgroup)
     if job:
         return Owner(kind=OwnerKind.SLURM, word=f"slurm:{job[1]}", cgroup=cgroup[: job.end()])
     for engine, pattern in _CONTAINERS:
-        found = pattern.search(cgroup)
+        found = re.search(pattern, cgroup)
         if found:
             word = f"container:{engine}:{found[1]}"
             return Owner(kind=OwnerKind.CONTAINER, word=word, cgroup=cgroup[: found.end()])
@@ -240,7 +243,7 @@ def doomed(user: str, kill: bool, only: Sequence[str], exclude: Sequence[str]) -
 
 def slice_uid(cgroup: str) -> Optional[int]:
     """The user whose slice a cgroup lies in; all that user's sessions and the user's own manager are below it."""
-    found = _USER_SLICE.search(cgroup)
+    found = re.search(_USER_SLICE, cgroup)
     return int(found[1]) if found else None
 
 
@@ -252,9 +255,9 @@ def _session(cgroup: str, unit: Optional[Unit], names: Names) -> Optional[Owner]
     user = names.users.get(uid, "")
     said = user or str(uid)
     for name in [unit.name] if unit is not None else candidates(cgroup)[:1]:
-        session = _SESSION.fullmatch(name)
+        session = re.fullmatch(_SESSION, name)
         if session:
             return Owner(kind=OwnerKind.SESSION, word=f"session:{session[1]}:{said}", unit=unit, user=user)
-        if unit is not None and _USER_MANAGER.fullmatch(name):
+        if unit is not None and re.fullmatch(_USER_MANAGER, name):
             return Owner(kind=OwnerKind.USER, word=f"user:{said}", unit=unit, user=user)
     return None

@@ -25,12 +25,11 @@ _STRING = (
     r'"""(?:[^\\]|\\.)*?(?:"{3,5}|\\?\Z)' r"|'''.*?(?:'{3,5}|\Z)"
     r'|"(?:[^"\\\n]|\\[^\n])*(?:"|\\?(?=\n|\Z))' r"|'[^'\n]*'?"
 )  # fmt: skip
-_TOKEN = re.compile(
-    rf"(?P<skip>[ \t\r]+|#[^\n]*)|(?P<word>{_STRING}|[^\s\[\]{{}}=,.#\"']+)|(?P<mark>[\[\]{{}}=,.\n])", re.DOTALL
-)
-_HEADER = re.compile(rf"(\[\[?)((?:{_LINE_STRING}|[^\[\]\n\"'])*)\]\]?")
-_PART = re.compile(rf"{_LINE_STRING}|[^\s.\"']+")
-_BARE = re.compile(r"[A-Za-z0-9_-]+", re.ASCII)
+# Compiled where they are used: nobody looks for the line of a fault in a policy that has none.
+_TOKEN = rf"(?P<skip>[ \t\r]+|#[^\n]*)|(?P<word>{_STRING}|[^\s\[\]{{}}=,.#\"']+)|(?P<mark>[\[\]{{}}=,.\n])"
+_HEADER = rf"(\[\[?)((?:{_LINE_STRING}|[^\[\]\n\"'])*)\]\]?"
+_PART = rf"{_LINE_STRING}|[^\s.\"']+"
+_BARE = r"[A-Za-z0-9_-]+"
 
 
 class Unparsable(ValueError):
@@ -43,7 +42,10 @@ class Unparsable(ValueError):
 
 def load(text: str) -> dict[str, Any]:
     """The TOML document, or an Unparsable."""
-    # Imported here: without any policy file a start need not pay for a parser.
+    # Imported here: without any policy file, or with that of the package, in which all is commented out, a start does
+    # not pay for a parser.
+    if all(line.isprintable() and (not line or line.startswith("#")) for line in text.split("\n")):
+        return {}
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -78,7 +80,7 @@ def dotted(path: KeyPath) -> str:
         if isinstance(part, int):
             words += f"[{part}]"
         else:
-            words += ("." if words else "") + (part[:60] if _BARE.fullmatch(part) else repr(part[:60]))
+            words += ("." if words else "") + (part[:60] if re.fullmatch(_BARE, part, re.ASCII) else repr(part[:60]))
     return words
 
 
@@ -106,7 +108,7 @@ class Places:
 
     def _header(self, opening: str, words: str) -> None:
         path: KeyPath = ()
-        parts = [_unquoted(part) for part in _PART.findall(words)][:_DEPTH]
+        parts = [_unquoted(part) for part in re.findall(_PART, words)][:_DEPTH]
         for number, part in enumerate(parts, 1):
             path += (part,)
             if opening == "[[" and number == len(parts):
@@ -118,6 +120,7 @@ class Places:
         self._note(path)
 
     def _scan(self, text: str) -> None:
+        tokens, headers = re.compile(_TOKEN, re.DOTALL), re.compile(_HEADER)
         at = 0
         key: list[str] = []
         value: Optional[KeyPath] = None
@@ -126,12 +129,12 @@ class Places:
         depth = 0
         while at < len(text):
             if value is None and not around and not key and text[at] == "[":
-                header = _HEADER.match(text, at)
+                header = headers.match(text, at)
                 if header is not None:
                     self._header(header[1], header[2])
                     at = header.end()
                     continue
-            token = _TOKEN.match(text, at)
+            token = tokens.match(text, at)
             at = token.end() if token is not None else at + 1
             word = token[0] if token is not None else ""
             kind = token.lastgroup if token is not None else "skip"

@@ -5,8 +5,6 @@ a refusal of the site. Refuses to know where the files are, who owns them, and w
 of all files are told at once, each with file, line and key.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional, Union
@@ -121,6 +119,12 @@ class Hooks(NamedTuple):
     timeout: float = 10.0
 
 
+class Metrics(NamedTuple):
+    """The file that node_exporter's textfile collector reads; empty: none is written."""
+
+    textfile: str = ""
+
+
 class Match(NamedTuple):
     """What a rule asks of a holder; every key that is not None must fit.
 
@@ -169,6 +173,7 @@ class Policy(NamedTuple):
     residue: Residue = Residue()
     reset: Reset = Reset()
     hooks: Hooks = Hooks()
+    metrics: Metrics = Metrics()
     #: Instance overlay, template overlay, site. ``rule_for`` also heeds what no overlay may override.
     rules: tuple[Rule, ...] = ()
     files: tuple[str, ...] = ()
@@ -225,6 +230,7 @@ def parse(layers: Sequence[Layer]) -> Policy:
         residue=Residue(**tables["residue"]),
         reset=Reset(**tables["reset"]),
         hooks=Hooks(**tables["hooks"]),
+        metrics=Metrics(**tables["metrics"]),
         rules=(*overlays, *site),
         files=tuple(layer.path for layer in layers),
     )

@@ -36,7 +36,7 @@ def against(verdict: Verdict, unit: str, listed: frozenset[str]) -> Verdict:
     if str(verdict.exit) in listed:
         taken, why = str(verdict.exit), "which would turn this refusal into a start"
     elif "TERM" in listed:
-        taken, why = "SIGTERM", "which would turn a hook that it ends too early into a start"
+        taken, why = "SIGTERM", "so that a hook that is ended too early would count as a success and be a start"
     else:
         return verdict
     status: Optional[int] = next((status for status in STATUSES if str(status) not in listed), None)
@@ -45,5 +45,5 @@ def against(verdict: Verdict, unit: str, listed: frozenset[str]) -> Verdict:
         outcomes=(Outcome.CONFIG, *others),
         exit=ABORTED if status is None else status,
         message=f"{unit} has {taken} in SuccessExitStatus=, {why}; {verdict.message}",
-        hints=(f"take {taken} out of SuccessExitStatus= of {unit}", *verdict.hints),
+        hints=(f"systemctl edit {unit}: take {taken} out of SuccessExitStatus=", *verdict.hints),
     )

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Optional
 
-from . import owners, text
+from . import owners, redaction
 from .host import cgroupfs, procfs
 from .host.systemd import SystemdError
 from .model import Owner, OwnerKind, Process, Unit
@@ -53,7 +53,7 @@ class Registry:
         parent = procfs.read(process.ppid)
         return process._replace(
             user=self._user(process.uid),
-            cmdline=None if words is None else text.redacted(words),
+            cmdline=None if words is None else redaction.redacted(words),
             parent="" if parent is None else str(parent),
         )
 

@@ -1,14 +1,15 @@
-"""Verdict -> sentence, STATUS= line, JSON and tables: every rendering but the journal's.
+"""Verdict -> sentence, STATUS= line, and the document that every view is made of.
 
-Pure. Knows the words that programs read and how people like columns. Refuses to know what a verdict should be: it adds
-no judgement, and whatever a process chose to call itself cannot colour or move a terminal.
+Pure. Knows the words that programs read. Refuses to know what a verdict should be: it adds no judgement, and whatever a
+process chose to call itself cannot colour or move a terminal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional
 
-from .model import Decision, GpuState, Holder, Leftover, Outcome, Reading, Unmet, Verdict
+from .model import Decision, GpuState, Holder, Leftover, Outcome, Reading, Timeline, Unmet, Verdict
 from .text import amounts, mib, printable
 
 #: What the run did, for a line that is still read when the server has been up for a month.
@@ -24,6 +25,9 @@ _PAST: Mapping[Outcome, str] = {
 
 #: Anybody may leave any number of files in shared memory.
 MOST_LEFT = 64
+
+#: Holders that the journal's record of a verdict names.
+MOST_HELD = 64
 
 
 def sentence(verdict: Verdict) -> str:
@@ -79,16 +83,29 @@ def who(decision: Decision, gpus: Sequence[GpuState]) -> str:
 # For programs --------------------------------------------------------------------------------------------------------
 
 
-def as_json(verdict: Verdict, *, booted: float) -> str:
-    """The verdict as one JSON object, all of it ASCII and so safe on a terminal too.
+def as_json(document: Mapping[str, Any]) -> str:
+    """A document on one line, all of it ASCII and so safe on a terminal too."""
+    import json
+
+    return json.dumps(document)
+
+
+def document(
+    verdict: Verdict, *, booted: float, verb: Optional[str] = None, most: Optional[int] = None
+) -> dict[str, Any]:
+    """The verdict in the words that programs read; every view is made of this, wherever and whenever it is shown.
 
     ``booted`` is where CLOCK_BOOTTIME began, in seconds since the epoch: a process knows its start only since then.
+    ``verb`` tells a start from a mere look. ``most`` holders are in it, those first that something was done about.
     """
-    import json  # Most runs are not asked for it.
-
     selected = [state.gpu.uuid for state in verdict.gpus]
-    document = {
+    holders = verdict.decisions
+    if most is not None and len(holders) > most:
+        acted = sorted(holders, key=lambda each: each.holder.process.identity not in verdict.fates)
+        holders = tuple(sorted(acted[:most], key=lambda each: each.holder.process.identity))
+    return {
         "version": 1,
+        "verb": verb,
         "outcome": verdict.outcome.value,
         "outcomes": [outcome.value for outcome in verdict.outcomes],
         "exit": verdict.exit,
@@ -104,12 +121,13 @@ def as_json(verdict: Verdict, *, booted: float) -> str:
         "duration_s": round(verdict.duration, 3),
         "phases": {phase: round(seconds, 3) for phase, seconds in verdict.phases.items()},
         "gpus": [_gpu(state) for state in verdict.gpus],
-        "holders": [_holder(verdict, each, selected, booted) for each in verdict.decisions],
+        "holders": [_holder(verdict, each, selected, booted) for each in holders],
+        "holders_count": len(verdict.decisions),
         "preconditions": [_unmet(each) for each in verdict.unmet],
         "residue": [_leftover(each) for each in verdict.residue[:MOST_LEFT]],
         "residue_count": len(verdict.residue),
+        "timeline": _timeline(verdict.timeline),
     }
-    return json.dumps(document)
 
 
 def _gpu(state: GpuState) -> dict[str, object]:
@@ -127,6 +145,15 @@ def _gpu(state: GpuState) -> dict[str, object]:
         "limit_bytes": state.limit if memory else None,
         "unattributed_bytes": state.unattributed if memory else None,
         "clean": state.clean,
+        "fault": printable(state.fault or state.reading.fault or gpu.fault or "") or None,
+    }
+
+
+def _timeline(timeline: Timeline) -> dict[str, object]:
+    return {
+        "phases": [[name, round(began, 3), round(ended, 3)] for name, began, ended in timeline.phases],
+        "signals": [[round(at, 3), pid, name] for at, pid, name in timeline.signals],
+        "used_bytes": [[round(at, 3), list(used)] for at, used in timeline.memory],
     }
 
 
@@ -172,82 +199,7 @@ def _leftover(left: Leftover) -> dict[str, object]:
     }
 
 
-# For people ----------------------------------------------------------------------------------------------------------
-
-
-def table(verdict: Verdict) -> str:
-    """What ``check`` prints: every GPU, every holder with what would become of it and why, the verdict, its hints."""
-    lines = []
-    if verdict.gpus:
-        lines = [*_gpus(verdict.gpus, judged=True), "", *_holders(verdict.gpus, verdict.decisions, judged=True), ""]
-    if verdict.residue:
-        lines += [*_residue(verdict.residue), ""]
-    others = "".join(f" (also: {outcome.value})" for outcome in verdict.outcomes[1:])
-    lines.append(f"{verdict.outcome.value}{others}, exit status {verdict.exit}: {printable(verdict.message)}")
-    lines += [f"  hint: {printable(hint)}" for hint in verdict.hints]
-    return "\n".join(lines) + "\n"
-
-
-def overview(gpus: Sequence[GpuState], decisions: Sequence[Decision], unmet: Sequence[Unmet] = ()) -> str:
-    """What ``status`` prints: GPUs and holders as they are, without a word of judgement, and what the policy asks for
-    that is not so."""
-    lines = [*_gpus(gpus, judged=False), "", *_holders(gpus, decisions, judged=False)]
-    if unmet:
-        lines += [
-            "",
-            *_columns([["NOT MET", ""], *([each.check, printable(each.message)] for each in unmet)], right=()),
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _gpus(gpus: Sequence[GpuState], *, judged: bool) -> list[str]:
-    if not gpus:
-        return ["no GPU selected"]
-    head = ["GPU", "UUID", "USED"]
-    rows = [[*head, "LIMIT", "UNATTRIBUTED", "CLEAN", ""] if judged else [*head, "TOTAL", ""]]
-    for state in gpus:
-        memory = state.reading.memory
-        row = [str(state.gpu.index), short(state.gpu.uuid)]
-        if judged:
-            used, limit = amounts(memory.used, state.limit) if memory else ("?", "?")
-            unattributed = mib(state.unattributed) if memory else "?"
-            rows.append([*row, used, limit, unattributed, "yes" if state.clean else "no", printable(state.fault)])
-        else:
-            fault = state.reading.fault or state.gpu.fault or ""
-            used, total = (mib(memory.used), mib(memory.total)) if memory else ("?", "?")
-            rows.append([*row, used, total, printable(fault)])
-    return _columns(rows, right=(0, 2, 3, 4) if judged else (0, 2, 3))
-
-
-def _holders(gpus: Sequence[GpuState], decisions: Sequence[Decision], *, judged: bool) -> list[str]:
-    if not decisions:
-        return ["no holders"]
-    head = ["PID", "USER", "COMMAND", "OWNER", "GPU", "MEMORY", "EVIDENCE"]
-    rows = [[*head, "ACTION", "REASON"] if judged else head]
-    selected = [state.gpu.uuid for state in gpus]
-    for decision in decisions:
-        holder, process = decision.holder, decision.holder.process
-        share = holder.bytes_on(selected)
-        uuids = held(holder)
-        row = [
-            str(process.pid),
-            printable(process.user or str(process.uid), 32),
-            printable(process.comm, 64),
-            printable(holder.owner.word, 64),
-            indices(state.gpu.index for state in gpus if state.gpu.uuid in uuids) or "-",
-            "-" if share is None else mib(share),
-            ",".join((*holder.evidence, *holder.occupies)) or "-",
-        ]
-        rows.append([*row, decision.action.value, printable(decision.reason)] if judged else row)
-    return _columns(rows, right=(0, 5))
-
-
-def _residue(found: Sequence[Leftover]) -> list[str]:
-    rows = [["LEFT", "NAME", "BYTES", "FATE", "REASON"]]
-    for each in found[:MOST_LEFT]:
-        rows.append([each.kind, printable(each.name, 64), mib(each.bytes), each.fate, printable(each.reason)])
-    more = [f"and {len(found) - MOST_LEFT} more"] if len(found) > MOST_LEFT else []
-    return _columns(rows, right=(2,)) + more
+# Names of GPUs --------------------------------------------------------------------------------------------------------
 
 
 def short(uuid: str) -> str:
@@ -265,12 +217,3 @@ def indices(numbers: Iterable[int]) -> str:
         else:
             spans.append((number, number))
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def _columns(rows: Sequence[Sequence[str]], *, right: Sequence[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-
-    def cell(column: int, text: str) -> str:
-        return text.rjust(widths[column]) if column in right else text.ljust(widths[column])
-
-    return ["  ".join(cell(column, text) for column, text in enumerate(row)).rstrip() for row in rows]

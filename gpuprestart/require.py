@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Callable
 
 from . import driverfacts, serverfiles
-from .model import Account, Action, Decision, Gpu, Inventory, Plan, Survey, Unmet
+from .model import Account, Action, Gpu, Inventory, Plan, Survey, Unmet
 from .neighbours import Neighbours, clock
 from .policy import Require
 from .report import who
@@ -64,10 +64,12 @@ def _occupied(clause: str, pids: Sequence[int], plan: Plan, own_sockets: Callabl
     """Nothing for those that are stale: they are ended, or the verdict names them as what could not be."""
     if clause == UNREAD:
         hint = f"ps -o pid,stat,wchan:32,comm -p {pids[0]} shows where it hangs"
-        return [Unmet("processes", str(pids[0]), f"the command line of {numbered(pids, 4)} gave no answer", hint)]
+        told = f"the command line of {numbered(pids, 4)} gave no answer"
+        return [Unmet("processes", str(pids[0]), f"{told}, so it may be one of require.processes", hint)]
     kind, _, subject = clause.partition(" ")
     port = kind == "port"
-    check, verb = ("ports", "is in use by") if port else ("processes", "runs, which must not be:")
+    check = "ports" if port else "processes"
+    taken = f"{clause} (require.ports) is in use by"
     holders = [each for each in plan.decisions if each.holder.process.pid in pids]
     staying = [each for each in holders if each in plan.occupants or each.action is not Action.KILL]
     # Nobody of this start is asked for its command line; who matched and is no holder has gone since.
@@ -75,25 +77,29 @@ def _occupied(clause: str, pids: Sequence[int], plan: Plan, own_sockets: Callabl
     if port and rest == [1] and not staying and int(subject) in own_sockets():
         return []
     if staying:
-        return [Unmet(check, subject, f"{clause} {verb} {_named(staying, plan)}", staying[0].hint)]
+        first, *others = staying
+        name, more = who(first, plan.gpus), f"{len(others)} more"
+        if port:
+            message = f"{taken} {name}: it {first.reason}" + (f"; and by {more}" if others else "")
+        else:
+            message = f"{name} must not run (require.processes '{subject}'): it {first.reason}"
+            message += f"; nor must {more}" if others else ""
+        return [Unmet(check, subject, message, first.hint)]
     if rest == [1]:
         hint = f"systemctl list-sockets shows which unit listens on {subject}: stop that"
-        what = f"{clause} {verb} systemd itself, for a socket unit or in a store of descriptors"
+        what = f"{taken} systemd itself, for a socket unit or in a store of descriptors"
         return [Unmet(check, subject, f"{what} (FileDescriptorStoreMax=)", hint)]
     if rest or not pids:
-        ours = f"PID {', '.join(map(str, rest))}, which belongs to this start itself"
-        hint = f"ss -ltnp 'sport = :{subject}' may tell more"
-        return [Unmet(check, subject, f"{clause} {verb} {ours if rest else 'nobody that can be seen'}", hint)]
+        ours = f"{numbered(rest, 4)}, which this very start has started"
+        hint = f"ss -ltnp 'sport = :{subject}' shows what it is"
+        return [Unmet(check, subject, f"{taken} {ours if rest else 'nobody that can be seen'}", hint)]
     return []
 
 
-def _named(staying: Sequence[Decision], plan: Plan) -> str:
-    first, *others = staying
-    more = f"; and by {len(others)} more" if others else ""
-    return f"{who(first, plan.gpus)}: it {first.reason}{more}"
-
-
 # Memory and disk -----------------------------------------------------------------------------------------------------
+
+
+_UNTOLD = "the machine's memory cannot be told (require.host_memory)"
 
 
 def _host_memory(needed: int) -> list[Unmet]:
@@ -103,17 +109,17 @@ def _host_memory(needed: int) -> list[Unmet]:
         import psutil  # It takes as long to load as all the rest, so only where it is asked for.
     except ImportError as error:
         hint = "install python3-psutil for the system's own python3"
-        return [Unmet("host_memory", mib(needed), f"the machine's memory cannot be told: {error}", hint)]
+        return [Unmet("host_memory", mib(needed), f"{_UNTOLD}: {error}", hint)]
     try:
         available = psutil.virtual_memory().available
     except OSError as error:
         # /proc may show processes alone (ProcSubset=pid).
         hint = "/proc/meminfo has to be there: leave ProcSubset= out, or keep the + of the hook's line"
-        return [Unmet("host_memory", mib(needed), f"the machine's memory cannot be told: {error.strerror}", hint)]
+        return [Unmet("host_memory", mib(needed), f"{_UNTOLD}: {error.strerror}", hint)]
     if available >= needed:
         return []
     needs, has = amounts(needed, available)
-    message = f"the machine has {has} of memory available, {needs} are needed (require.host_memory)"
+    message = f"the machine has {has} of memory available, but {needs} are needed (require.host_memory)"
     huge = _huge_pages()
     counted = f"; {mib(huge)} are set aside as huge pages and cannot be used otherwise" if huge else ""
     return [Unmet("host_memory", mib(needed), message + counted, "free -m and systemd-cgtop show who has it")]
@@ -132,13 +138,14 @@ def _disk(require: Require, host: Neighbours, until: float) -> list[Unmet]:
         try:
             answer = serverfiles.answer_of(("file:disk", path), host.ask_files, clock, until)
         except serverfiles.Silent as silence:
-            found.append(Unmet("disk", path, f"{path} did not answer within {silence} s", serverfiles.HUNG))
+            found.append(Unmet("disk", path, f"{path} gave no answer for {silence} s (require.disk)", serverfiles.HUNG))
             continue
         if isinstance(answer, str):
-            found.append(Unmet("disk", path, f"{path} cannot be measured: {answer}", "correct require.disk"))
+            message = f"{path} cannot be measured: {answer} (require.disk)"
+            found.append(Unmet("disk", path, message, f"correct require.disk, or ls -ld {path}"))
         elif answer[0] < needed:
             needs, has = amounts(needed, answer[0])
-            message = f"{path} has {has} free, {needs} are needed (require.disk)"
+            message = f"{path} has {has} free, but {needs} are needed (require.disk)"
             found.append(Unmet("disk", path, message, f"make room there: df -h {path}"))
         elif answer[1] is not None and answer[1] < FEWEST_INODES:
             message = f"{path} has {answer[1]} inodes free, too few for a server to make its files (require.disk)"

@@ -19,7 +19,7 @@ from .model import Gpu, GpuState, Inventory, Plan, Survey
 from .neighbours import Neighbours, clock
 from .policy import Policy
 from .survey import Surveyor
-from .text import printable
+from .text import numbered, printable
 
 #: Seconds after a reset for the driver's first answer and a last look, beside what memory has to settle.
 AFTER = 5.0
@@ -145,7 +145,7 @@ class LastResort:
             return f"it cannot be told whether it was reset before ({error})"
         if note is None or (self._boot and note.split(" ", 1)[0] not in (self._boot, "")):
             return ""
-        return "a reset was tried already since the machine was booted; only a reboot is left"
+        return "a reset was tried already since the machine was booted, and only a reboot is left"
 
     def _held(self, survey: Survey, gpu: Gpu) -> str:
         """Who has the device, or may have it, as a clause; empty where nobody does. Who only watches counts here."""
@@ -165,7 +165,7 @@ class LastResort:
             more = f" and {len(holders) - 3} more" if len(holders) > 3 else ""
             return f"it is in use by {', '.join(_named(pid) for pid in holders[:3])}{more}"
         if blind:
-            return f"{len(blind)} processes may not be looked into (PID {blind[0]})"
+            return f"it may be in use by {numbered(blind, 3)}, which may not be looked into"
         return ""
 
     # How -------------------------------------------------------------------------------------------------------------

@@ -33,11 +33,17 @@ def first_match(policy: Policy, holder: Holder, *, now: float, infrastructure: b
     doubt = next((why for fits, why in _keys(policy, rule.match, holder, age) if fits is None), "")
     if doubt:
         reason = f"{doubt}, so it cannot be told whether the rule {rule.name!r} is about it"
-        return Decision(holder=holder, action=Action.REFUSE, reason=reason, rule=rule.name, hint=f"see {rule.origin}")
+        return Decision(
+            holder=holder,
+            action=Action.REFUSE,
+            reason=reason,
+            rule=rule.name,
+            hint=f"see {rule.origin}, which has the rule",
+        )
     if rule.action is Action.KILL and wanted(holder) and not _reaches_the_living(rule.match):
         # The owner's row refuses it, and says so better than a rule that does not apply.
         return None
-    hint = f"see {rule.origin}" if rule.action is Action.REFUSE else ""
+    hint = f"see {rule.origin}, which has the rule" if rule.action is Action.REFUSE else ""
     return Decision(
         holder=holder, action=rule.action, reason=f"matches the rule {rule.name!r}", rule=rule.name, hint=hint
     )

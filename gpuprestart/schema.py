@@ -243,6 +243,16 @@ def _program(value: object) -> tuple[str, ...]:
     return (_path(words[0]), *words[1:])
 
 
+def _textfile(value: object) -> str:
+    allowed = 'an absolute path such as "/var/lib/node_exporter/textfile/gpuprestart.prom"'
+    # Empty is the default: an overlay takes away with it what the site asks for.
+    path = "" if value == "" else _string(value, allowed)
+    # node_exporter reads no other file there.
+    if path and not (path.startswith("/") and path.endswith(".prom") and path.isprintable() and len(path) <= 4000):
+        raise ValueError(f"{path[:60]!r} is no absolute path of a .prom file ({allowed})")
+    return path
+
+
 _LEFT = _one_of("off", "report", "remove")
 
 
@@ -295,6 +305,7 @@ TABLES: Mapping[str, Mapping[str, Reader]] = {
         "nvswitch": _boolean,
     },
     "hooks": {"before_kill": _program, "timeout": _positive},
+    "metrics": {"textfile": _textfile},
 }
 _RULE: Mapping[str, Reader] = {
     "name": _word,

@@ -23,9 +23,9 @@ _NOTHING = ("", "NoDevFiles", "none", "void")
 _BLANKS = " \t"
 
 #: Neither 01 nor +1 nor 1x: where CUDA and people could read a number differently, nobody is asked to guess.
-_NUMBER = re.compile(r"0|[1-9][0-9]*")
-_UUID = re.compile(r"(GPU|MIG)-[0-9a-z][0-9a-z/-]*", re.ASCII | re.IGNORECASE)
-_PCI = re.compile(r"(?:([0-9a-f]{4}|[0-9a-f]{8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.ASCII | re.IGNORECASE)
+_NUMBER = r"0|[1-9][0-9]*"
+_UUID = r"(?ai)(GPU|MIG)-[0-9a-z][0-9a-z/-]*"
+_PCI = r"(?ai)(?:([0-9a-f]{4}|[0-9a-f]{8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])"
 
 
 class Selection(NamedTuple):
@@ -60,7 +60,7 @@ def select(
     if words == ("all",):
         return _all(inventory, f"all GPUs, as {place} says")
     if not words:
-        raise names.refusal("names no GPU", "name at least one, or say all or unit")
+        raise names.refusal("names no GPU", "name one at least, or have it say all or unit")
     return Selection(_in_order(inventory, [names.gpu(word) for word in words]), f"{place} {_said(','.join(words))}")
 
 
@@ -92,10 +92,10 @@ def _visible_to_cuda(value: str, inventory: Inventory, environment: Mapping[str,
             break
         if entry in ("all", "unit"):
             raise names.refusal(f"{entry!r} is nothing that CUDA understands", "leave it unset for all GPUs")
-        if _PCI.fullmatch(entry):
+        if re.fullmatch(_PCI, entry):
             raise names.refusal(f"{entry!r} is nothing that CUDA understands", "use the UUID")
         gpu = names.gpu(entry)
-        if _NUMBER.fullmatch(entry) and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        if re.fullmatch(_NUMBER, entry) and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             _refuse_unlike(names, entry, inventory)
         if gpu in gpus:
             raise names.refusal(f"{_said(entry)} names {gpu} twice, for which CUDA shows no GPU at all", "name it once")
@@ -117,7 +117,8 @@ def _all(inventory: Inventory, source: str) -> Selection:
     gpus = [gpu for gpu in inventory.gpus if gpu.parent is None]
     if not gpus:
         # Having nothing to prove is not a proof: with a driver and no GPU, something has fallen off.
-        raise Refusal(Outcome.UNKNOWN, f"NVML counts no GPU at all ({source})", ["nvidia-smi and dmesg may say why"])
+        hints = ["look for NVRM and Xid in dmesg, and whether nvidia-smi -L lists any"]
+        raise Refusal(Outcome.UNKNOWN, f"NVML counts no GPU at all, and this start uses {source}", hints)
     return Selection(_in_order(inventory, gpus), source)
 
 
@@ -143,26 +144,26 @@ class _Names(NamedTuple):
     inventory: Inventory
 
     def refusal(self, what: str, remedy: str, outcome: Outcome = Outcome.CONFIG) -> Refusal:
-        return Refusal(outcome, f"{self.place}: {what} ({remedy})", [remedy, self._present()])
+        return Refusal(outcome, f"{self.place}: {what}", [remedy, self._present()])
 
     def _present(self) -> str:
         gpus = self.inventory.gpus
-        shown = [f"{gpu.index} {gpu.uuid or 'not readable'} {gpu.pci} {gpu.name}".rstrip() for gpu in gpus]
+        shown = [" ".join(filter(None, (str(gpu), gpu.uuid or "(lost)", gpu.pci, gpu.name))) for gpu in gpus]
         return f"GPUs here: {'; '.join(shown[:32]) or 'none'}{' …' if len(shown) > 32 else ''}"
 
     def gpu(self, word: str) -> Gpu:
         entry = word.strip(_BLANKS)
-        if _NUMBER.fullmatch(entry):
+        if re.fullmatch(_NUMBER, entry):
             return self._by_index(entry)
-        if _UUID.fullmatch(entry):
+        if re.fullmatch(_UUID, entry):
             return self._by_uuid(entry)
-        if (match := _PCI.fullmatch(entry)) is not None:
+        if (match := re.fullmatch(_PCI, entry)) is not None:
             return self._by_address(entry, _address(match))
         if entry in ("all", "unit", "none", "void"):
             raise self.refusal(f"{entry!r} stands beside others", "it must stand alone")
         raise self.refusal(
             f"{entry[:60]!r} names no GPU" if entry else "one entry is empty",
-            "a number without sign or leading zeros, or a UUID with its GPU- or MIG-, between single commas",
+            "write numbers without sign or leading zeros, or UUIDs with their GPU- or MIG-, between single commas",
         )
 
     def _by_index(self, entry: str) -> Gpu:
@@ -173,7 +174,7 @@ class _Names(NamedTuple):
                 return gpu
         raise self.refusal(
             f"GPU {entry[:20]} is not there, NVML counts {len(whole)}",
-            f"{'indices end at ' + str(whole[-1].index) if whole else 'there is none'}; dmesg tells of lost GPUs",
+            f"{'indices end at ' + str(whole[-1].index) if whole else 'there is none'}; dmesg (Xid) tells of lost GPUs",
         )
 
     def _by_uuid(self, entry: str) -> Gpu:
@@ -187,21 +188,21 @@ class _Names(NamedTuple):
         # A lost GPU may not tell its UUID, and certainly not its instances.
         instance = entry[:3].upper() == "MIG"
         self._perhaps_lost(entry, [gpu for gpu in gpus if gpu.fault and (instance or not gpu.uuid)])
-        raise self.refusal(f"no GPU here has the UUID {entry[:60]}", "nvidia-smi -L lists the UUIDs of today")
+        raise self.refusal(f"no GPU here has the UUID {entry[:60]}", "nvidia-smi -L lists the UUIDs that are there")
 
     def _by_address(self, entry: str, address: tuple[int, ...]) -> Gpu:
         for gpu in self.inventory.gpus:
-            match = _PCI.fullmatch(gpu.pci)
+            match = re.fullmatch(_PCI, gpu.pci)
             if gpu.parent is None and match is not None and _address(match) == address:
                 return gpu
         self._perhaps_lost(entry, [gpu for gpu in self.inventory.gpus if gpu.fault and not gpu.pci])
-        raise self.refusal(f"no GPU is at {entry}", "nvidia-smi -q lists the addresses")
+        raise self.refusal(f"no GPU is at {entry}", "nvidia-smi --query-gpu=pci.bus_id --format=csv lists them")
 
     def _perhaps_lost(self, entry: str, lost: Sequence[Gpu]) -> None:
         if lost:
             names = ", ".join(f"{gpu} ({gpu.fault})" for gpu in lost)
             raise self.refusal(
                 f"{entry[:60]} is none of the GPUs that answer, it may be {names}",
-                "reset that GPU or reboot, dmesg says more",
+                "look for Xid in dmesg; reset that GPU, else reboot",
                 Outcome.UNKNOWN,
             )

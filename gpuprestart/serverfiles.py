@@ -20,7 +20,7 @@ SLOW = 10.0
 STALLED = 30.0
 LEAST = 0.5
 
-HUNG = "its file system does not answer: see mount, dmesg, and the server that it is on"
+HUNG = "its file system does not answer: findmnt shows which it is, dmesg why; bring back the server that it is on"
 
 #: What systemd has services look for programs in (systemd.exec(5)).
 FOLDERS = tuple(PATH.split(":"))
@@ -56,10 +56,10 @@ _FAULTS = {
     "outside": "{} names {}, which is not in its folder",
     "crowded": "{} has more than {} files",
     "no-header": "{} does not begin as a safetensors file does",
-    "headless": "{} has {} bytes, and its header alone takes {}",
+    "headless": "{} has {} bytes, but its header alone takes {}",
     "header": "{} has a header that is no JSON object",
     "entry": "{} has a header whose entry {} cannot be one",
-    "length": "{} has {} bytes, and by its header {}",
+    "length": "{} has {} bytes, but by its header it has {}",
     "holes": "{} has a header by which its tensors overlap, or leave bytes to nobody",
     "tensors": "{} names {} tensors that are in no file, such as {}",
     "unfinished": "{} is left of a download that is not finished",
@@ -77,12 +77,13 @@ _FAULTS = {
 ANEW = "get these files again"
 _HINTS = {
     "pointer": "fetch what it stands for: git lfs pull",
+    "unreadable": "see who may read it, and dmesg for the disk: ls -l",
     "unfinished": "finish the download, or remove what is left of it once it is known to be over",
-    "line": "make the list anew: sha256sum",
-    "nothing": "make the list anew: sha256sum",
-    "itself": "remove the list, then make it anew: sha256sum",
-    "twice": "make the list anew: sha256sum",
-    "uncovered": "make the list anew: sha256sum",
+    "line": "make the list anew with sha256sum",
+    "nothing": "make the list anew with sha256sum",
+    "itself": "remove the list, then make it anew with sha256sum",
+    "twice": "make the list anew with sha256sum",
+    "uncovered": "make the list anew with sha256sum",
 }
 
 
@@ -147,8 +148,16 @@ def _not_executable(path: str, answer: Any, account: str) -> Unmet:
     word, subject, *facts = answer
     if subject != path:
         subject = f"{shown} is run by {subject}, which"
+    there = "install it, or correct require.executables"
     hint = {
+        "missing": there,
+        "dangling": there,
+        "folder": there,
+        "irregular": there,
         "unknown": "correct User= and Group= of the unit",
+        "nameless": f"give it a first line that names its interpreter, after #!: head -n 1 {shown}",
+        "nested": f"head -n 1 {shown} shows its interpreter, which has to be a program in the end",
+        "unfound": "install that, or have PATH= in Environment= of the unit name its folder",
         "noexec": f"findmnt -T {shown} shows which: mount it with exec, or put the program elsewhere",
     }.get(word, f"namei -l {shown} shows who may do what")
     return _unmet("executables", path, _sentence((word, subject, *facts), account), hint)
@@ -241,6 +250,10 @@ class _Progress:
         self._bytes_done += listed.size
 
 
+def _short(path: str) -> str:
+    return printable(path, 200)
+
+
 def _gib(amount: int) -> str:
     """Rounded down, so that it is all only when it is."""
     return f"{amount // GIB}" if amount >= 10 * GIB else f"{10 * amount // GIB / 10}"
@@ -287,7 +300,8 @@ def checksums(require: Require, ask: Ask, *, say: Callable[[str], object], clock
     found = [_not_whole("checksums", path, known) for path, known in faults.items() if known]
     found += silent.values()
     if late:
-        what = f"not all could be verified in time: {progress.told()} (require.checksums, deadline.checksums)"
-        hint = "raise deadline.checksums, and TimeoutStartSec= where that is shorter"
+        told = f"only {progress.told()} could be verified in time"
+        what = f"of {', '.join(map(_short, require.models))} {told} (require.checksums, deadline.checksums)"
+        hint = "raise deadline.checksums, and TimeoutStartSec= of the unit where that is shorter"
         found.append(Unmet("checksums", require.checksums, what, hint, file=True))
     return found

@@ -8,12 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Optional
 
-from . import envfile, owners, policy, quantities
+from . import owners, policy, quantities
 from .host import files, procfs
 from .host.systemd import Systemd, SystemdError
 from .model import Account, Outcome, Refusal
@@ -24,9 +23,9 @@ FOLDERS = ("/etc/gpuprestart", "/run/gpuprestart", "/usr/lib/gpuprestart")
 #: What selects GPUs, of all that an environment may say.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES")
 
-_SAFE = ("the file and its folders must be root's, and writable by nobody else: chown root, chmod go-w",)
+_SAFE = ("it must be a regular file, root's and writable by nobody else, as its folders: chown root, chmod go-w",)
 
-_ANSWERS = ("see whether systemd answers: systemctl show",)
+_ANSWERS = ("systemctl show tells whether systemd answers; then start again",)
 
 #: While a unit is in one of these states its control process is one that may judge for it.
 CONTROL_STATES = ("condition", "start-pre", "stop-post")
@@ -114,14 +113,16 @@ def environment_of(systemd: Systemd, unit: str) -> dict[str, str]:
         raise Refusal(
             Outcome.CONFIG,
             f"--unit: systemd has no unit {unit} to start ({said.get('LoadState', 'not-found')})",
-            ["systemctl list-unit-files shows what there is"],
+            ["systemctl list-unit-files shows which there are"],
         )
+    import shlex
+
     found = _assignments(shlex.split(said.get("Environment", "")))
     # systemd reads the files after the settings of the unit, and the later assignment wins.
     for line in said.get("EnvironmentFiles", "").split("\n"):
         if line:
             path, _, options = line.rpartition(" (ignore_errors=")
-            found.update(_environment_file(path, optional=options.startswith("yes")))
+            found.update(_environment_file(unit, path, optional=options.startswith("yes")))
     return found
 
 
@@ -188,13 +189,13 @@ def files_of(entry: str) -> list[str]:
     return sorted(glob.glob(re.sub(r"\\(.)", r"[\1]", entry)))
 
 
-def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
+def _environment_file(unit: str, path: str, *, optional: bool) -> dict[str, str]:
     """The variables that count here. Where nothing fits the path, or cannot be read, a unit whose line has no ``-``
     does not start."""
     found: dict[str, str] = {}
     paths = files_of(path)
     if not paths and not optional:
-        raise Refusal(Outcome.CONFIG, f"EnvironmentFile={path}: {os.strerror(errno.ENOENT)}")
+        raise _unreadable(unit, path, os.strerror(errno.ENOENT))
     for each in paths:
         try:
             with open(each, encoding="utf-8", errors="surrogateescape", newline="", opener=_at_once) as file:
@@ -202,6 +203,13 @@ def _environment_file(path: str, *, optional: bool) -> dict[str, str]:
         except OSError as error:
             if optional:
                 continue
-            raise Refusal(Outcome.CONFIG, f"EnvironmentFile={each}: {error.strerror}") from error
+            raise _unreadable(unit, each, error.strerror or str(error)) from error
+        from . import envfile
+
         found.update(pair for pair in envfile.assignments(text) if pair[0] in VARIABLES)
     return found
+
+
+def _unreadable(unit: str, path: str, why: str) -> Refusal:
+    hint = f"make that file readable, or systemctl edit {unit}: a - before its path lets it be missing"
+    return Refusal(Outcome.CONFIG, f"EnvironmentFile={path} of {unit}: {why}", [hint])

@@ -1,11 +1,9 @@
 """All that a run can tell when it ends, wherever it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple, Optional
 
-from .model import Decision, Fate, Gpu, GpuState, Leftover, Plan, Refusal, Survey, Unmet
+from .model import Decision, Fate, Gpu, GpuState, Leftover, Plan, Refusal, Survey, Timeline, Unmet
 
 
 class Story(NamedTuple):
@@ -42,6 +40,9 @@ class Story(NamedTuple):
     was_reset: tuple[Gpu, ...] = ()
     #: What would help besides what the findings say.
     advice: tuple[str, ...] = ()
+    timeline: Timeline = Timeline()
+    #: The file of metrics that the policy asks for.
+    textfile: str = ""
     refusal: Optional[Refusal] = None
     interrupted: str = ""
 

@@ -52,9 +52,11 @@ class Surveyor:
         self._occupied = occupied or _nothing
         self._registry = Registry(host, own)
 
-    def sample(self) -> dict[str, Reading]:
-        """The selected GPUs alone, for watching memory come back. Raises DriverError."""
-        return self._host.driver.sample(self._gpus, self._timeout())
+    def sample(self, gpus: Optional[Sequence[Gpu]] = None) -> dict[str, Reading]:
+        """The selected GPUs alone, or the memory of these of them, to watch it come back. Raises DriverError."""
+        if gpus is None:
+            return self._host.driver.sample(self._gpus, self._timeout())
+        return self._host.driver.sample(gpus, self._timeout(), lists=False)
 
     def look(self, within: float = float("inf")) -> Survey:
         """Everything; ``within`` so many seconds the driver has to answer, where that is less than it may take anyway.

@@ -7,7 +7,7 @@ import errno
 import os
 import select
 import time
-from typing import TYPE_CHECKING, Callable, TextIO
+from typing import TYPE_CHECKING, Any, Callable, TextIO
 
 from . import events, report
 from .model import EXIT_STATUS, Outcome, Verdict
@@ -43,23 +43,23 @@ class Teller:
 
     def tell(self, command: Command, verdict: Verdict) -> int:
         """Say it, and return the exit status."""
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         if command.journal:
-            self._record(verdict, whole=command.verb == "clean")
-        if command.json:
-            booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-            self._print(report.as_json(verdict, booted=booted) + "\n")
-        elif command.verb == "check":
-            self._print(report.table(verdict))
-        elif command.verb == "status":
-            return self._status(verdict)
-        return verdict.exit
+            self._record(command.verb, verdict, booted)
+        if command.verb == "clean":
+            if command.json:
+                self._print(report.as_json(report.document(verdict, booted=booted, verb=command.verb)) + "\n")
+            return verdict.exit
+        return self._show(command, verdict, report.document(verdict, booted=booted, verb=command.verb))
 
-    def _record(self, verdict: Verdict, *, whole: bool) -> None:
+    def _record(self, verb: str, verdict: Verdict, booted: float) -> None:
         """The verdict is the last record, as dashboards expect; an audit writes no other and sets no STATUS=."""
+        whole = verb == "clean"
         if whole and verdict.outcome not in (Outcome.CLEAN, Outcome.NONE):
             for state in verdict.gpus:
                 self._write(events.gpu_verdict(events.Context(unit=verdict.unit, run=verdict.run), state))
-        record = events.verdict(verdict)
+        document = report.document(verdict, booted=booted, verb=verb, most=report.MOST_HELD)
+        record = events.verdict(verdict, report.as_json(document))
         self._write(record)
         if not whole:
             return
@@ -67,17 +67,28 @@ class Teller:
         ended = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(verdict.time + verdict.duration))
         self._notify(report.status_line(verdict, ended))
 
-    def _status(self, verdict: Verdict) -> int:
+    def _show(self, command: Command, verdict: Verdict, document: dict[str, Any]) -> int:
         """``status`` is about what could be measured; what ``clean`` would make of it is no failure of its own."""
-        if verdict.gpus:
-            self._print(report.overview(verdict.gpus, verdict.decisions, verdict.unmet))
-            if os.geteuid() != 0:
-                self._complain("gpuprestart: this is not all, for only root may see who holds a GPU; run it as root")
-            if not any(state.unknown for state in verdict.gpus):
-                return 0
-        else:
+        from . import columns, documents, views
+
+        checking = command.verb == "check"
+        if command.json:
+            if checking:
+                helps = columns.advice(documents.document(document))
+                document["commands"] = [{"command": each, "why": why} for each, why in helps]
+            self._print(report.as_json(document) + "\n")
+        elif command.csv:
+            self._print(columns.csv(documents.document(document)))
+        elif checking or verdict.gpus:
+            views.show(command.verb, document, out=self._out, err=self._err)
+        if checking:
+            return verdict.exit
+        if not verdict.gpus:
             self._complain(report.sentence(verdict))
-        return EXIT_STATUS[Outcome.UNKNOWN]
+        elif os.geteuid() != 0:
+            self._complain("gpuprestart: this is not all, for only root may see who holds a GPU; run it as root")
+        unmeasured = not verdict.gpus or any(state.unknown for state in verdict.gpus)
+        return EXIT_STATUS[Outcome.UNKNOWN] if unmeasured else 0
 
     def _print(self, text: str) -> None:
         show(text, out=self._out, err=self._err)
@@ -89,7 +100,7 @@ class Teller:
 def show(text: str, *, out: TextIO, err: TextIO) -> None:
     """Print it. A reader that has gone, or a full disk, changes nothing of what was found."""
     try:
-        _write(out, text)
+        write(out, text)
     except OSError as error:
         _complain(f"gpuprestart: cannot write to standard output: {error.strerror}", err)
         # The interpreter tries once more when it ends, and would end with a status of its own.
@@ -101,7 +112,7 @@ def _complain(line: str, err: TextIO) -> None:
         print(line, file=err)
 
 
-def _write(out: TextIO, text: str) -> None:
+def write(out: TextIO, text: str) -> None:
     """Write in pieces, so that nobody who does not read keeps a start waiting, and what the locale cannot say escaped,
     since a process may call itself anything. Raises OSError."""
     try:

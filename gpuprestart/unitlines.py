@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Optional
 
-from .text import redacted
+from .redaction import redacted
 
 #: What may stand before the path of a command (systemd.service(5)).
 _PREFIX = re.compile(r"[-@:+!|]*")

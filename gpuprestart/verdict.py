@@ -43,6 +43,8 @@ def conclude(story: Story) -> Verdict:
         fates=story.fates,
         unmet=story.unmet,
         residue=story.residue,
+        timeline=story.timeline,
+        textfile=story.textfile,
     )
 
 
@@ -57,4 +59,4 @@ def _for(story: Story) -> Finding:
     if story.proved and story.plan is not None and story.plan.clean and story.gpus:
         return findings.proof(story)
     message = "this run ended without a proof that the GPUs are clean, and without a reason"
-    return Finding(Outcome.INTERNAL, message, ("report it, with the journal of this run",))
+    return Finding(Outcome.INTERNAL, message, (f"report it, with journalctl GPUPRESTART_RUN={story.run}",))

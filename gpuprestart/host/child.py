@@ -7,17 +7,17 @@ which costs no import. Both ends are the same program on the same machine, so ma
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import os
-import signal
 import time
-from typing import TYPE_CHECKING, Any, Callable
 
 from ..faults import Died, Silent
 
+# Whatever is loaded before the fork keeps the driver waiting, so here it is next to nothing.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    # Loading the model takes as long as loading Python, and the child is forked before that.
+    from typing import Any, Callable
+
     from ..model import Wait
 
 #: Bytes before an answer: its length and its seal. And the most that an answer can have, many times over.
@@ -66,8 +66,10 @@ class Child:
     def send(self, request: Any) -> None:
         """Ask without waiting. Requests are small: a pipe takes them whole even when nobody reads."""
         # Where nobody is left to read, receive() finds the end of the file and says how the child ended.
-        with contextlib.suppress(BrokenPipeError):
+        try:  # noqa: SIM105  What would suppress it is not loaded yet when the driver is asked first.
             os.write(self._requests, _framed(request))
+        except BrokenPipeError:
+            pass
 
     def receive(self, timeout: float) -> Any:
         """The answer to the oldest open request. Raises Silent after ``timeout`` seconds, Died, Interrupted."""
@@ -101,9 +103,7 @@ class Child:
         if status is None:
             return "closed its answers and hangs"
         if os.WIFSIGNALED(status):
-            number = os.WTERMSIG(status)
-            # Most real-time signals have no name.
-            return f"was ended by {signal.Signals(number).name if number in _NAMED else f'signal {number}'}"
+            return f"was ended by {_signal_name(os.WTERMSIG(status))}"
         return f"exited with status {os.waitstatus_to_exitcode(status)}"
 
     def _reap(self, timeout: float) -> int | None:
@@ -126,11 +126,17 @@ class Child:
         self._requests = self._answers = -1
         if self._reaped:
             return True
+        import signal
+
         os.kill(self.pid, signal.SIGKILL)  # Our own unreaped child: its PID cannot have been given to another.
         return self._reap(REAP) is not None
 
 
-_NAMED = frozenset(signal.Signals)
+def _signal_name(number: int) -> str:
+    import signal
+
+    # Most real-time signals have no name.
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def _mute() -> None:
@@ -146,6 +152,7 @@ def _mute() -> None:
 def _die_with(parent: int) -> None:
     """Have the kernel end this process when its parent ends, also while it hangs in a driver (prctl(2))."""
     import ctypes
+    import signal
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:

@@ -56,13 +56,17 @@ class Journal:
         if self._gate is not None:
             return True
         try:
-            import socket
+            # What the module socket wraps: it also loads selectors and enumerations, for which a server would wait.
+            import _socket
 
             if self._sendv is None:
                 self._sendv = _load_sendv()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as gate:
+            gate = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
+            try:
                 gate.connect(self._socket_path)
                 self._gate = gate.detach()
+            finally:
+                gate.close()
         except (ImportError, OSError):
             return False
         return True

@@ -7,8 +7,12 @@ no value of the model. host.nvml is the other side, and makes sense of the answe
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any, Callable
+
+# Whatever is loaded before the fork keeps the driver waiting, so here it is next to nothing.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from typing import Any, Callable
 
 #: NVML's error codes that are told apart here (nvml.h, nvmlReturn_t).
 INVALID_ARGUMENT = 2
@@ -34,7 +38,7 @@ class Library:
         self._handles: dict[str, Any] = {}
 
     def __call__(self, request: tuple[Any, ...]) -> dict[str, Any]:
-        """``("init",)``, ``("sample", [uuid, …])``, ``("facts", [uuid, …], [name, …])`` or
+        """``("init",)``, ``("sample", [uuid, …], with lists)``, ``("facts", [uuid, …], [name, …])`` or
         ``("persistence", uuid, mode)``. A failure of the library as a whole is an answer too."""
         verb, *arguments = request
         try:
@@ -96,10 +100,10 @@ class Library:
             found.append({**gpu, "uuid": uuid, "name": name, "parent": gpu["uuid"], "gi": gi, "ci": ci})
         return found
 
-    def _sample(self, uuids: list[str]) -> dict[str, Any]:
-        return {uuid: self._read(self._handles[uuid]) for uuid in uuids}
+    def _sample(self, uuids: list[str], lists: bool) -> dict[str, Any]:
+        return {uuid: self._read(self._handles[uuid], lists) for uuid in uuids}
 
-    def _read(self, handle: Any) -> dict[str, Any]:
+    def _read(self, handle: Any, lists: bool) -> dict[str, Any]:
         """One GPU. A lost GPU fails its own calls only, so its error stays its own."""
         try:
             reading: dict[str, Any] = {"memory": self._memory(handle), "fault": None}
@@ -107,6 +111,8 @@ class Library:
             if _code(error) != NOT_SUPPORTED or not self._integrated(handle):
                 return {"memory": None, "fault": f"memory: {_text(error)}", "listed": [], "unlisted": None}
             reading = {"memory": None, "fault": None}
+        if not lists:
+            return {**reading, "listed": [], "unlisted": None}
         listed: list[tuple[int, int | None, str]] = []
         unlisted = None
         for kind, call in (
@@ -191,8 +197,13 @@ FACTS: Mapping[str, Callable[[Any, Any], Iterable[int]]] = {
 
 
 def load_pynvml() -> Any:
+    import gc
+
     import pynvml
 
+    # What is loaded is no garbage; from here on there may be some.
+    gc.freeze()
+    gc.enable()
     return pynvml
 
 

@@ -19,8 +19,9 @@ def extend_timeout(usec: int) -> bool:
 
 def _notify(state: str) -> bool:
     try:
-        from systemd import daemon
+        # The library's call itself: its module systemd.daemon loads what is for sockets as well.
+        from systemd._daemon import notify
 
-        return bool(daemon.notify(state.encode("utf-8", "backslashreplace").decode()))
+        return bool(notify(state.encode("utf-8", "backslashreplace").decode()))
     except (ImportError, OSError, ValueError):
         return False

@@ -34,7 +34,7 @@ FUNCTION_NOT_FOUND = 13
 GPU_IS_LOST = 15
 
 #: Before R470 the UUID of an instance is that of its GPU with two numbers behind it.
-_UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z-]+(?:/[0-9]+/[0-9]+)?")
+_UUID = r"(?:GPU|MIG)-[0-9A-Za-z-]+(?:/[0-9]+/[0-9]+)?"
 
 
 class DriverError(Exception):
@@ -114,12 +114,13 @@ class Driver:
                 self._inventory = Inventory(driver=driver, nvml_path=path, gpus=gpus)
         return self._inventory
 
-    def sample(self, gpus: Iterable[Gpu], timeout: float) -> dict[str, Reading]:
-        """A reading of each GPU by UUID. A GPU that failed at the start has a reading that says so."""
+    def sample(self, gpus: Iterable[Gpu], timeout: float, *, lists: bool = True) -> dict[str, Reading]:
+        """A reading of each GPU by UUID, without its list of processes where that is not wanted. A GPU that failed at
+        the start has a reading that says so."""
         reachable = [gpu for gpu in gpus if gpu.uuid and not gpu.fault]
-        answer = self._ask(("sample", [gpu.uuid for gpu in reachable]), timeout)
+        answer = self._ask(("sample", [gpu.uuid for gpu in reachable], lists), timeout)
         readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
-        pid_max = _pid_max()
+        pid_max = _pid_max() if lists else 0
         with _making_sense("a query"):
             for gpu in reachable:
                 readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
@@ -216,7 +217,7 @@ def identified(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 def _impostor(uuid: str, seen: Sequence[str]) -> str | None:
-    if _UUID.fullmatch(uuid) is None:
+    if re.fullmatch(_UUID, uuid) is None:
         return f"NVML calls it {uuid[:80]!r}, which is no UUID"
     count = seen.count(uuid)
     return f"NVML gives {count} GPUs the UUID {uuid}" if count > 1 else None

@@ -262,11 +262,13 @@ def sockets_of(pids: Iterable[int], inodes: Collection[int]) -> dict[int, frozen
     into is seen to have none."""
     wanted = {f"socket:[{inode}]": inode for inode in inodes}
 
-    def among(table: int, name: str) -> int | None:
-        # A link of /proc is read without asking anybody else.
-        with contextlib.suppress(OSError):
-            return wanted.get(os.readlink(name, dir_fd=table))
-        return None
+    def among(table: int, names: list[str]) -> set[int]:
+        seen = set()
+        for name in names:
+            # A link of /proc is read without asking anybody else.
+            with contextlib.suppress(OSError):
+                seen.add(wanted.get(os.readlink(name, dir_fd=table)))
+        return {inode for inode in seen if inode is not None}
 
     found = {}
     for pid in pids:
@@ -280,24 +282,35 @@ def files_of(pid: int, devices: Collection[int]) -> frozenset[tuple[int, int]]:
     inode. Raises PermissionError where it may not be looked into."""
     libc = _load_libc()
 
-    def among(table: int, name: str) -> tuple[int, int] | None:
-        if libc.statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_INO, _statx) != 0:
-            # It is closed by now; or the list may be read and not what is on it, and this says so.
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                os.readlink(name, dir_fd=table)
-            return None
-        device = os.makedev(*_DEV.unpack_from(_statx, 136))
-        return (device, *_INO.unpack_from(_statx, 32)) if device in devices else None
+    def among(table: int, names: list[str]) -> set[tuple[int, int]]:
+        seen = set()
+        for name in names:
+            if libc.statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_INO, _statx) != 0:
+                # It is closed by now; or the list may be read and not what is on it, and this says so.
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    os.readlink(name, dir_fd=table)
+                continue
+            device = os.makedev(*_DEV.unpack_from(_statx, 136))
+            if device in devices:
+                seen.add((device, *_INO.unpack_from(_statx, 32)))
+        return seen
 
     return _open_in(pid, among)
 
 
 def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
     """Device numbers that any thread of the process has open."""
+    statx = _load_libc().statx
+    # Of a machine's descriptors there may be millions, so as little as can be is done for each of them.
+    halves, words = memoryview(_statx).cast("B").cast("H"), memoryview(_statx).cast("B").cast("I")
 
-    def among(table: int, name: str) -> int | None:
-        number = _device_behind(table, name)
-        return number if number in wanted else None
+    def among(table: int, names: list[str]) -> set[int]:
+        seen = set()
+        for name in names:
+            found = statx(table, name.encode(), _AT_STATX_DONT_SYNC, _STATX_TYPE, _statx) == 0
+            if found and halves[14] & 0o170000 == stat.S_IFCHR:
+                seen.add(os.makedev(words[32], words[33]))
+        return seen & wanted
 
     return _open_in(pid, among)
 
@@ -306,7 +319,7 @@ def _devices_of(pid: int, wanted: frozenset[int]) -> frozenset[int]:
 Seen = TypeVar("Seen", int, "tuple[int, int]")
 
 
-def _open_in(pid: int, among: Callable[[int, str], Seen | None]) -> frozenset[Seen]:
+def _open_in(pid: int, among: Callable[[int, list[str]], set[Seen]]) -> frozenset[Seen]:
     """What is looked for among the descriptors of all threads of a process.
 
     Threads nearly always share one table, but they need not, and a leader that has exited shows an empty one while its
@@ -329,30 +342,19 @@ def _open_in(pid: int, among: Callable[[int, str], Seen | None]) -> frozenset[Se
     return frozenset(found)
 
 
-def _found_in(path: str, among: Callable[[int, str], Seen | None]) -> set[Seen] | None:
+def _found_in(path: str, among: Callable[[int, list[str]], set[Seen]]) -> set[Seen] | None:
     """What is looked for in one fd directory; None if there is nothing to see, as for an exited leader."""
     try:
         table = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError):
         return None
-    found = set()
     try:
         names = os.listdir(table)
-        for name in names:
-            number = among(table, name)
-            if number is not None:
-                found.add(number)
+        return among(table, names) if names else None
     except (FileNotFoundError, ProcessLookupError):
         return None
     finally:
         os.close(table)
-    return found if names else None
-
-
-def _device_behind(table: int, name: str) -> int | None:
-    """The device number of the character device that a descriptor is open on, or None."""
-    kind, number = _kind(table, name.encode())
-    return number if kind is not None and stat.S_ISCHR(kind) else None
 
 
 def _kind(directory: int, path: bytes) -> tuple[int | None, int]:
@@ -490,9 +492,7 @@ def _matching(pids: list[int], patterns: list[str]) -> dict[int, list[int]]:
 
 #: A line of a maps file that may be a device: its address range, device and inode, and path. What lies where programs
 #: and libraries do is none, and there is so much of it that it is passed over.
-_MAPPING = re.compile(
-    rb"^([0-9a-f]+-[0-9a-f]+) \S+ \S+ (\S+ \d+) +(/(?!usr/|lib|bin/|sbin/)(?!.*\.so\b).*)$", re.MULTILINE
-)
+_MAPPING = rb"(?m)^([0-9a-f]+-[0-9a-f]+) \S+ \S+ (\S+ \d+) +(/(?!usr/|lib|bin/|sbin/)(?!.*\.so\b).*)$"
 
 
 def _mapped(pids: list[int], among: Callable[[int, bytes], list[int]]) -> dict[int, list[int] | None]:
@@ -537,7 +537,7 @@ def _devices_among(pid: int, maps: bytes, devices: list[int]) -> list[int]:
     """
     found = set()
     known = set()
-    for span, inode, path in _MAPPING.findall(maps):
+    for span, inode, path in re.findall(_MAPPING, maps):
         # One file may be mapped in tens of thousands of pieces.
         if inode in known:
             continue

@@ -54,10 +54,16 @@ class Waiter:
         self._deaf = True
 
     def forget(self) -> None:
-        """Have a forked child end by SIGTERM alone, which it calls for before anything else. The others go to the whole
-        group or unit too, and what they mean is its parent's to decide, who ends it then."""
+        """What a forked child calls for before anything else."""
         signal.set_wakeup_fd(-1)
-        for number in ENDING:
-            signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+        obey_sigterm_alone()
         os.close(self._read)
         os.close(self._write)
+
+
+def obey_sigterm_alone() -> None:
+    """Have a forked child end by SIGTERM alone. The others go to the whole group or unit too, and what they mean is its
+    parent's to decide, who ends it then."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL if number is signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*ENDING, signal.SIGCHLD))

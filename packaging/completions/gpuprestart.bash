@@ -50,27 +50,34 @@ _gpuprestart() {
     case $verb,$prev in
         clean,--unit | check,--unit | clean,--policy | check,--policy) option=$prev ;;
         clean,--gpus | check,--gpus | clean,--deadline | check,--deadline) option=$prev ;;
+        check,-H | check,--host | status,-H | status,--host | doctor,-H | doctor,--host) option=--host ;;
+        history,-H | history,--host) option=--host ;;
+        history,--since | history,-n | history,--number | history,--svg | status,--watch) option=$prev ;;
     esac
-    if [[ -z $option && ($verb == clean || $verb == check) && $full == --*=* ]]; then
+    if [[ -z $option && $verb =~ ^(clean|check|status|history|doctor)$ && $full == --*=* ]]; then
         option=${full%%=*}
         cur=${full#*=}
     fi
     # Also for units, in whose names readline then quotes the backslashes.
-    [[ $option == --unit || $option == --policy || (-n $verb && $cur != -*) ]] && compopt -o filenames 2>/dev/null
+    [[ $option == --unit || $option == --policy || $option == --svg || (-n $verb && $cur != -*) ]] && compopt -o filenames 2>/dev/null
     case $option in
         --unit) mapfile -t words < <(_gpuprestart_startable) ;;
-        --policy) mapfile -t words < <(compgen -f -- "$cur") ;;
+        --policy | --svg) mapfile -t words < <(compgen -f -- "$cur") ;;
+        --host) mapfile -t words < <(compgen -A hostname -- "$cur") ;;
+        --since) words=(today yesterday) ;;
         --gpus) words=(all unit) ;;
-        --deadline) words=() ;;
+        --deadline | --watch | -n | --number) words=() ;;
         *)
             case $verb in
-                '') words=(clean check status enable disable doctor bypass --help --version) ;;
+                '') words=(clean check status history proof enable disable doctor bypass --help --version) ;;
                 clean) words=(--unit --policy --gpus --deadline --json --help) ;;
-                check) words=(--unit --policy --gpus --deadline --json --journal --help) ;;
-                status) words=(--help) ;;
+                check) words=(--unit --policy --gpus --deadline --json --journal --host --help) ;;
+                status) words=(--json --csv --watch --host --help) ;;
+                history) words=(--since --number --svg --json --host --help) ;;
+                proof) words=(--help) ;;
                 enable) words=(--now --dry-run --help) ;;
                 disable) words=(--all --now --dry-run --help) ;;
-                doctor) words=(--json --help) ;;
+                doctor) words=(--json --host --help) ;;
                 bypass) words=(--help) ;;
                 *) words=() ;;
             esac
@@ -78,7 +85,8 @@ _gpuprestart() {
                 case $verb in
                     enable) mapfile -t words < <(_gpuprestart_units) ;;
                     disable) mapfile -t words < <(_gpuprestart_enabled) ;;
-                    doctor) mapfile -t words < <(_gpuprestart_units) ;;
+                    doctor | proof) mapfile -t words < <(_gpuprestart_units) ;;
+                    history) mapfile -t words < <(_gpuprestart_units && echo show) ;;
                     bypass) mapfile -t words < <(_gpuprestart_startable) ;;
                 esac
             fi

@@ -141,7 +141,7 @@ class World:
         self._descriptors, self._fresh, self._order = (itertools.count(first) for first in (100_000, FIRST + 200, 0))
         #: Stopped, and sent SIGTERM.
         self._pending: set[tuple[int, int]] = set()
-        self._questions: list[tuple[str, Any]] = [("init", None)]
+        self._questions: list[tuple[Any, ...]] = [("init",)]
         self._counts: Counter[str] = Counter()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._deaf = False
@@ -473,11 +473,11 @@ class World:
 
     # The driver (nvml.Answers) ---------------------------------------------------------------------------------------
 
-    def send(self, request: tuple[str, Any]) -> None:
+    def send(self, request: tuple[Any, ...]) -> None:
         self._questions.append(request)
 
     def receive(self, timeout: float) -> Any:
-        verb, uuids = self._questions.pop(0)
+        verb, *asked = self._questions.pop(0)
         self._counts["driver"] += 1
         if 0 < self.machine.driver_dies <= self._counts["driver"]:
             raise Died("was ended by SIGKILL")
@@ -489,7 +489,11 @@ class World:
         self._recent = []
         self.fire("sample")
         self.changed()
+        uuids, lists = asked
         answers = {uuid: self._reading(self.cards[uuid]) for uuid in uuids}
+        if not lists:
+            # Memory on its way back, by which nothing is decided but when to look at everything again.
+            return {uuid: {**said, "listed": [], "unlisted": None} for uuid, said in answers.items()}
         self.given.update({uuid: {**said, "strange": self.cards[uuid].strange} for uuid, said in answers.items()})
         self.samples.append((self.now, answers))
         return answers

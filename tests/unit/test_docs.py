@@ -29,7 +29,7 @@ def _uncommented(text: str) -> str:
 
 def _keys(policy: Policy) -> tuple[object, ...]:
     """Everything in a policy but its rules and where it was read."""
-    besides = (policy.require, policy.residue, policy.reset, policy.hooks)
+    besides = (policy.require, policy.residue, policy.reset, policy.hooks, policy.metrics)
     return (policy.gpus.select, policy.memory, policy.deadline, policy.dedicated, policy.nvml, *besides)
 
 

@@ -71,7 +71,7 @@ def unmet(*arguments: Any, **more: Any) -> Unmet:
     found, _ = look(*arguments, **more)
     assert found.warnings == ()
     (only,) = found.unmet
-    assert not only.file and f"(require.{only.check})" in only.message
+    assert not only.file and f"require.{only.check} asks for" in only.message
     return only
 
 
@@ -129,15 +129,16 @@ def test_a_gpu_that_is_lost_cannot_be_measured_whatever_else_is_asked() -> None:
 @pytest.mark.parametrize(
     ("wanted", "there", "selected", "message"),
     [
-        (8, 7, 7, "8 GPUs are asked for, 7 are selected of 7 that NVML has"),
-        (1, 2, 2, "1 GPU is asked for, 2 are selected of 2 that NVML has"),
-        (2, 8, 1, "2 GPUs are asked for, 1 is selected of 8 that NVML has"),
+        (8, 7, 7, "require.gpu_count asks for 8 GPUs, but 7 are selected of the 7 that NVML has"),
+        (1, 2, 2, "require.gpu_count asks for 1 GPU, but 2 are selected of the 2 that NVML has"),
+        (2, 8, 1, "require.gpu_count asks for 2 GPUs, but 1 is selected of the 8 that NVML has"),
     ],
 )
 def test_too_few_or_too_many_gpus(wanted: int, there: int, selected: int, message: str) -> None:
     found = unmet(f"gpu_count = {wanted}", there=inventory(there), selected=inventory(there).gpus[:selected])
     assert (found.check, found.subject) == ("gpu_count", str(wanted))
-    assert found.message == f"{message} (require.gpu_count)" and "dmesg" in found.hint
+    assert found.message == message and "gpus.select" in found.hint
+    assert ("dmesg" in found.hint) is (wanted > there)
 
 
 def test_a_start_without_a_gpu_is_only_asked_how_many_it_has() -> None:
@@ -146,7 +147,7 @@ def test_a_start_without_a_gpu_is_only_asked_how_many_it_has() -> None:
     everything = "driver = '>=570'\nmig = 'off'\necc = 'no-pending'\npersistence = 'require'"
     assert look(everything, there=nowhere)[0] == Found()
     found = unmet(f"gpu_count = 8\n{everything}", there=nowhere)
-    assert found.message == "8 GPUs are asked for, this start uses none (require.gpu_count)"
+    assert found.message == "require.gpu_count asks for 8 GPUs, but this start uses none"
 
 
 def test_as_many_gpus_as_are_asked_for() -> None:
@@ -158,7 +159,9 @@ def test_an_instance_counts_as_one() -> None:
     there = inventory(2)._replace(gpus=(gpu(0), *parts, gpu(1)))
     assert look("gpu_count = 3", there=there, selected=parts)[0] == Found()
     found = unmet("gpu_count = 2", there=there, selected=parts)
-    assert found.message.startswith("2 GPUs are asked for, 3 are selected of 2 that NVML has, in 3 instances")
+    assert found.message.startswith(
+        "require.gpu_count asks for 2 GPUs, but 3 are selected of the 2 that NVML has, with 3 instances of MIG"
+    )
 
 
 # The version of the driver -------------------------------------------------------------------------------------------
@@ -201,7 +204,7 @@ def test_the_version_of_the_driver_is_compared_by_its_numbers(asked: str, has: s
         return
     found = unmet(f"driver = '{asked}'", there=there)
     assert (found.check, found.subject) == ("driver", asked)
-    assert has in found.message and f"{asked} is asked for" in found.message and "reboot" in found.hint
+    assert has in found.message and f"but require.driver asks for {asked}" in found.message and "reboot" in found.hint
 
 
 # Modes ---------------------------------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def test_the_compute_mode(wanted: str, mode: int) -> None:
         assert look(f"compute_mode = '{wanted}'", others)[0] == Found()
         return
     found = unmet(f"compute_mode = '{wanted}'", others)
-    assert found.message == f"GPUs 0-3: compute mode is {has}, {wanted} is asked for (require.compute_mode)"
+    assert found.message == f"GPUs 0-3: compute mode is {has}, but require.compute_mode asks for {wanted}"
     assert found.hint == f"nvidia-smi -i 0,1,2,3 -c {wanted.upper().replace('-', '_')}"
     assert found.subject == ",".join(uuid(index) for index in range(4))
 
@@ -235,7 +238,8 @@ def test_each_gpu_is_named_with_what_it_has() -> None:
     found = unmet("compute_mode = 'exclusive-process'", others)
     assert found.message.startswith(
         "GPU 0: compute mode is prohibited; GPU 2: compute mode is default;"
-        " GPU 3: its compute mode cannot be told (Unknown Error), exclusive-process is asked for"
+        " GPU 3: the driver does not tell the compute mode (Unknown Error),"
+        " but require.compute_mode asks for exclusive-process"
     )
     assert found.subject == f"{uuid(0)},{uuid(2)},{uuid(3)}"
     assert "-i 0 -c" in found.hint and "-i 2 -c" in found.hint and "Xid" in found.hint
@@ -244,7 +248,7 @@ def test_each_gpu_is_named_with_what_it_has() -> None:
 def test_persistence_that_is_required() -> None:
     assert look("persistence = 'require'")[0] == Found()
     found = unmet("persistence = 'require'", {2: {"persistence": Fact((0,))}})
-    assert found.message == "GPU 2: persistence mode is off, on is asked for (require.persistence)"
+    assert found.message == "GPU 2: persistence mode is off, but require.persistence asks for on"
     assert "nvidia-smi -i 2 -pm 1" in found.hint and "enable --now nvidia-persistenced" in found.hint
 
 
@@ -270,8 +274,8 @@ def test_what_is_only_told_hides_nothing() -> None:
         (Fact((1, 1)), "MIG is on"),
         (Fact((1, 0)), "MIG is on, and off after the next reset"),
         (Fact((0, 1)), "MIG is off, and on after the next reset"),
-        (UNTOLD, "its MIG mode cannot be told (Unknown Error)"),
-        (OUTDATED, "this driver cannot tell its MIG mode (Function Not Found)"),
+        (UNTOLD, "the driver does not tell the MIG mode (Unknown Error)"),
+        (OUTDATED, "this driver is too old to tell the MIG mode (Function Not Found)"),
     ],
 )
 def test_mig(mode: Fact, clause: str) -> None:
@@ -279,7 +283,7 @@ def test_mig(mode: Fact, clause: str) -> None:
         assert look("mig = 'off'", {3: {"mig": mode}})[0] == Found()
         return
     found = unmet("mig = 'off'", {3: {"mig": mode}})
-    assert found.message == f"GPU 3: {clause}, off is asked for (require.mig)"
+    assert found.message == f"GPU 3: {clause}, but require.mig asks for off"
     assert mode.fault or found.hint.startswith("nvidia-smi -i 3 -mig 0")
 
 
@@ -288,7 +292,7 @@ def test_an_instance_that_is_selected_says_that_mig_is_on(mode: Fact) -> None:
     part = instance(1, 0)
     there = inventory(2)._replace(gpus=(gpu(0), gpu(1), part))
     found = unmet("mig = 'off'", {1: {"mig": mode}}, there=there, selected=[gpu(0), part])
-    assert found.message == "GPU 1: MIG is on, off is asked for (require.mig)"
+    assert found.message == "GPU 1: MIG is on, but require.mig asks for off"
 
 
 # Errors of the memory ------------------------------------------------------------------------------------------------
@@ -302,20 +306,20 @@ PENDING, FAILED, PAGES = Fact((0, 1, 1, 0)), Fact((0, 9, 0, 1)), Fact((1,))
         ({"remapped_rows": PENDING}, "a row remapping is pending"),
         ({"remapped_rows": FAILED}, "a row remapping has failed"),
         ({"remapped_rows": UNSUPPORTED, "retired_pages": PAGES}, "retired pages are pending"),
-        ({"uncorrected_errors": Fact((1,))}, "1 uncorrected error since its last reset"),
+        ({"uncorrected_errors": Fact((1,))}, "1 uncorrected error since the last reset"),
         (
             {"remapped_rows": PENDING, "uncorrected_errors": Fact((2,))},
-            "a row remapping is pending and 2 uncorrected errors since its last reset",
+            "a row remapping is pending and 2 uncorrected errors since the last reset",
         ),
-        ({"remapped_rows": UNTOLD}, "its row remappings cannot be told (Unknown Error)"),
-        ({"retired_pages": UNTOLD}, "its retired pages cannot be told (Unknown Error)"),
-        ({"uncorrected_errors": UNTOLD}, "its uncorrected errors cannot be told (Unknown Error)"),
-        ({"remapped_rows": OUTDATED}, "this driver cannot tell its row remappings (Function Not Found)"),
+        ({"remapped_rows": UNTOLD}, "the driver does not tell the row remappings (Unknown Error)"),
+        ({"retired_pages": UNTOLD}, "the driver does not tell the retired pages (Unknown Error)"),
+        ({"uncorrected_errors": UNTOLD}, "the driver does not tell the uncorrected errors (Unknown Error)"),
+        ({"remapped_rows": OUTDATED}, "this driver is too old to tell the row remappings (Function Not Found)"),
         # What is known comes before what is not.
-        ({"remapped_rows": UNTOLD, "uncorrected_errors": Fact((1,))}, "1 uncorrected error since its last reset"),
+        ({"remapped_rows": UNTOLD, "uncorrected_errors": Fact((1,))}, "1 uncorrected error since the last reset"),
         (
             {"remapped_rows": UNSUPPORTED, "mig": Fact((1, 1))},
-            "its row remappings cannot be told while MIG is on",
+            "the row remappings cannot be told while MIG is on",
         ),
         # ECC is off, or there is none.
         (dict.fromkeys(("remapped_rows", "retired_pages", "uncorrected_errors", "mig"), UNSUPPORTED), ""),
@@ -329,7 +333,7 @@ def test_errors_of_the_memory(facts: Mapping[str, Fact], clause: str) -> None:
         assert look("ecc = 'no-pending'", {2: facts})[0] == Found()
         return
     found = unmet("ecc = 'no-pending'", {2: facts})
-    assert found.message == f"GPU 2: {clause}, no-pending is asked for (require.ecc)" and found.subject == uuid(2)
+    assert found.message == f"GPU 2: {clause}, but require.ecc asks for no-pending" and found.subject == uuid(2)
     if "failed" in clause:
         assert "replaced" in found.hint and "-i 2 " in found.hint
     elif "tell" not in clause and "told" not in clause:

@@ -94,7 +94,7 @@ def verdict(*outcomes: Outcome) -> Verdict:
 
 
 def unmet(subject: str = "GPU-00000003", hint: str = "nvidia-smi -i 3 -pm 1") -> Unmet:
-    message = f"GPU 3 ({subject}): persistence mode is off, on is asked for (require.persistence)"
+    message = f"GPU 3 ({subject}): persistence mode is off, but require.persistence asks for on"
     return Unmet("persistence", subject, message, hint)
 
 
@@ -122,7 +122,7 @@ def samples(comm: str = "python3", text: str = "GPU 3 is lost") -> dict[str, eve
         "residue": events.residue(CONTEXT, [leftover(comm)]),
         "bypass-granted": events.bypass_granted(CONTEXT, by="alice", until="14:03:22"),
         "hook-disabled": events.hook_disabled(CONTEXT, by="alice"),
-        "verdict": events.verdict(verdict(Outcome.PROTECTED)),
+        "verdict": events.verdict(verdict(Outcome.PROTECTED), "{}"),
         "warning": events.warning(CONTEXT, text, gpus=[Gpu(3, "GPU-3")]),
     }
 
@@ -185,7 +185,7 @@ def test_holder_found_names_gpu_process_owner_amounts_and_reason() -> None:
     [
         (Action.KILL, events.NOTICE, "it is to be ended"),
         (Action.REFUSE, events.WARNING, "it may not be ended"),
-        (Action.WAIT, events.NOTICE, "waiting for it to go"),
+        (Action.WAIT, events.NOTICE, "its end is awaited"),
         (Action.SPARE, events.INFO, "it is spared"),
         (Action.NONE, events.DEBUG, "it is left alone"),
     ],
@@ -203,7 +203,7 @@ def test_a_holder_of_many_gpus_has_a_field_for_each() -> None:
     assert record.fields["GPU_INDEX"] == tuple("012345")
     assert "GPU_USED_BYTES" not in record.fields
     assert record.fields["HOLDER_BYTES"] == str(6 * 1520 * MIB)
-    assert "GPU 3 (1523 MiB used, limit 64 MiB), 2 more: python3[4711]" in record.message
+    assert "GPUs 0-5 (at most 1523 MiB used, limit 64 MiB): python3[4711]" in record.message
 
 
 def test_what_is_not_known_is_no_field() -> None:
@@ -288,18 +288,18 @@ def test_gpu_verdict() -> None:
     clean = events.gpu_verdict(CONTEXT, state(used=3 * MIB))
     assert (clean.message, clean.priority) == ("GPU 0 is clean: 3 MiB used, limit 64 MiB", events.INFO)
     dirty = events.gpu_verdict(CONTEXT, state(fault="1523 MiB used, limit 64 MiB"))
-    message = "GPU 0 is not clean: 1523 MiB used, limit 64 MiB, 1523 MiB of it held by nobody that is alive"
+    message = "GPU 0 is not clean: 1523 MiB used, limit 64 MiB, 1523 MiB of it held by nobody alive"
     assert (dirty.message, dirty.priority) == (message, events.WARNING)
     lost = events.gpu_verdict(CONTEXT, state(used=None, fault="cannot be measured: GPU is lost"))
-    assert lost.message == "GPU 0 is not clean: use unknown: cannot be measured: GPU is lost"
+    assert lost.message == "GPU 0 is not clean: it cannot be measured: GPU is lost"
     assert "GPU_USED_BYTES" not in lost.fields and "GPU_LIMIT_BYTES" not in lost.fields
     full = events.gpu_verdict(CONTEXT, state(used=3 * MIB, fault="10 MiB free, 20 MiB needed (memory.min_free)"))
-    assert full.message.endswith(": 10 MiB free, 20 MiB needed (memory.min_free)")
+    assert full.message.endswith(", but 10 MiB free, 20 MiB needed (memory.min_free)")
 
 
 def test_precondition_failed() -> None:
     record = events.precondition_failed(CONTEXT, unmet())
-    assert record.message.endswith("persistence mode is off, on is asked for (require.persistence)")
+    assert record.message.endswith("persistence mode is off, but require.persistence asks for on")
     assert record.priority == events.ERR
     assert record.fields == {
         "GPUPRESTART_EVENT": "precondition-failed",
@@ -347,7 +347,7 @@ def test_just_over_the_limit_reads_so() -> None:
 
 
 def test_verdict_ends_with_the_first_hint() -> None:
-    record = events.verdict(verdict(Outcome.PROTECTED, Outcome.UNKNOWN))
+    record = events.verdict(verdict(Outcome.PROTECTED, Outcome.UNKNOWN), "{}")
     assert record.message == "protected: GPU 3 is held; hint: stop ollama.service"
     assert record.fields["GPUPRESTART_OUTCOME"] == "protected"
     assert record.fields["GPUPRESTART_OUTCOMES"] == ("protected", "unknown")
@@ -358,7 +358,7 @@ def test_verdict_ends_with_the_first_hint() -> None:
 @pytest.mark.parametrize("outcome", list(Outcome))
 def test_verdict_priority_by_weight(outcome: Outcome) -> None:
     light = {Outcome.CLEAN: 6, Outcome.NONE: 6, Outcome.CLEANED: 5, Outcome.BYPASSED: 4, Outcome.INTERNAL: 2}
-    assert events.verdict(verdict(outcome)).priority == light.get(outcome, 3)
+    assert events.verdict(verdict(outcome), "{}").priority == light.get(outcome, 3)
 
 
 def test_run_started() -> None:

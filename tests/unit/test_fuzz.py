@@ -21,7 +21,8 @@ from gpuprestart.model import Action, Claim, Gpu, Inventory, Owner, Refusal
 from gpuprestart.places import Places
 from gpuprestart.policy import Layer, parse
 from gpuprestart.quantities import BYTES, SECONDS, Size, duration, size
-from gpuprestart.text import printable, redacted
+from gpuprestart.redaction import redacted
+from gpuprestart.text import printable
 
 from .machines import holder, policy, process, rule, survey
 from .processes import PATIENCE, wait, within

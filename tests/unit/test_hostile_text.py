@@ -21,13 +21,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuprestart import events, judge, owners
+from gpuprestart import columns, documents, events, judge, owners, report
 from gpuprestart.commandline import Command
 from gpuprestart.ledger import Ledger
 from gpuprestart.model import Fate, Outcome, Refusal
+from gpuprestart.redaction import redacted
 from gpuprestart.story import Story
 from gpuprestart.telling import Teller
-from gpuprestart.text import redacted
 from gpuprestart.verdict import conclude
 
 from .machines import gpu, holder, policy, process, reading, survey, uuid
@@ -94,7 +94,9 @@ def told(text: str) -> Told:
         Teller(write=records.append, say=say, notify=lines.append, out=out, err=out).tell(command, verdict)
         screens.append(out.getvalue())
     rows = 1 + len(verdict.gpus) + 1 + 1 + len(verdict.decisions)
-    tables = [(screens[1], rows + 2 + len(verdict.hints)), (screens[2], rows)]
+    helps = columns.advice(documents.document(report.document(verdict, booted=0.0, verb="check")))
+    commands = len(helps) + 2 if helps else 0
+    tables = [(screens[1], rows + 2 + len(verdict.hints) + commands), (screens[2], rows)]
     return Told(records=records, lines=lines, document=screens[0], tables=tables)
 
 
@@ -177,7 +179,11 @@ def values(value: events.Value) -> Sequence[str]:
 def test_no_text_moves_a_terminal_makes_another_line_or_takes_a_secret_along(text: str) -> None:
     said = told(text)
     for record in said.records:
-        for value in [(record.message,), *map(values, record.fields.values())]:
+        # The whole verdict is a document, cut short by what is in it and not by its length.
+        document = record.fields.get("GPUPRESTART_VERDICT", "{}")
+        assert isinstance(document, str) and document.isprintable() and not leaked(document)
+        fields = [value for name, value in record.fields.items() if name != "GPUPRESTART_VERDICT"]
+        for value in [(record.message,), *map(values, fields)]:
             assert all(each.isprintable() and 0 < len(each) <= 2000 and not leaked(each) for each in value)
     for line in said.lines:
         assert line.isprintable() and len(line) <= 2000 and not leaked(line)

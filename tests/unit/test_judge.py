@@ -57,8 +57,13 @@ ROWS = [
     (of_unit("ollama.service", "reloading"), REFUSE, REFUSE, "ollama.service, which is reloading"),
     (of_unit("ollama.service", "refreshing"), REFUSE, REFUSE, "ollama.service, which is refreshing"),
     (of_unit("ollama.service", "maintenance"), REFUSE, REFUSE, "ollama.service, which is maintenance"),
-    (of_unit("ollama.service", "imagined"), REFUSE, REFUSE, "whose state imagined is not known"),
-    (of_unit("ollama.service", ""), REFUSE, REFUSE, "is not known"),
+    (
+        of_unit("ollama.service", "imagined"),
+        REFUSE,
+        REFUSE,
+        "which is in the state imagined, of which nothing is known here",
+    ),
+    (of_unit("ollama.service", ""), REFUSE, REFUSE, "of which nothing is known here"),
     (of_unit("ollama.service", "deactivating"), WAIT, WAIT, "deactivating (TimeoutStopSec=1min 30s)"),
     (of_unit("old.service", "failed"), KILL, KILL, "left behind by old.service, which"),
     (of_unit("old.service", "inactive"), KILL, KILL, "left behind by old.service, which"),
@@ -265,7 +270,7 @@ def test_a_key_that_cannot_be_read_refuses(unread: str, action: str) -> None:
 def test_a_decision_by_a_rule_names_it() -> None:
     found = decide(holder(listed={0: 1520}), rule("refuse", comm="python"))
     assert (found.rule, found.reason) == ("refuse it", "matches the rule 'refuse it'")
-    assert found.hint == f"see {machines.POLICY}:1"
+    assert found.hint == f"see {machines.POLICY}:1, which has the rule"
 
 
 def test_an_overlay_may_decide_what_the_site_does_not_refuse() -> None:

@@ -25,7 +25,10 @@ NEEDED = (
     "jsonschema>=4.17,<5",
     "numpy>=1.22",
     "nvidia-ml-py>=12.535.133",
+    "prometheus-client>=0.9",
     "psutil>=5.8",
+    "pyyaml>=6,<7",
+    "rich>=9.11",
     "safetensors>=0.4,<1",
     "tomli>=2.0",
 )

@@ -31,6 +31,8 @@ class Machine:
         self.ended: dict[int, float] = {}
         self.pidfds: dict[int, int] = {}
         self.looked: list[float] = []
+        #: How many GPUs each sample was of; None is all.
+        self.sampled: list[Optional[int]] = []
         #: They are others at the last moment.
         self.changed: set[int] = set()
         #: From then on the driver says nothing.
@@ -54,7 +56,8 @@ class Machine:
     def holding(self, decisions: Sequence[Decision]) -> Sequence[Decision]:
         return decisions
 
-    def sample(self) -> dict[str, Reading]:
+    def sample(self, gpus: Any = None) -> dict[str, Reading]:
+        self.sampled.append(None if gpus is None else len(gpus))
         return {uuid(0): reading(0, self.used(self.now))}
 
     def wait(self, descriptors: Iterable[int], seconds: float) -> set[int]:
@@ -170,6 +173,23 @@ def test_memory_that_comes_back_late(begin: Begin, deadline: float, proved: bool
     run: Run = begin(lambda now: 3 if now > 45 else 1523, lambda now: [stale()])
     assert run.clean(deadline=deadline) is proved
     assert run.machine.now >= 45 if proved else run.machine.now == pytest.approx(30.0, abs=0.2)
+
+
+def test_while_memory_alone_is_awaited_looks_grow_rare_and_samples_stay_frequent(begin: Begin) -> None:
+    """What a minute of it costs: a handful of walks over /proc, and of the GPU that is high its memory."""
+    run: Run = begin(lambda now: 1523 if now < 60 else 3, lambda now: [stale()] if not run.machine.ended else [])
+    assert run.clean()
+    waited = [later - earlier for earlier, later in zip(run.machine.looked, run.machine.looked[1:])]
+    assert len(run.machine.looked) < 12 and max(waited) <= loop.LOOK_RARELY + 0.1
+    assert 500 < run.machine.sampled.count(1) < 620
+    # The end is proved on all of them.
+    assert run.machine.sampled[-2:] == [None, None] and run.machine.now < 61
+
+
+def test_who_is_waited_for_is_looked_at_often(begin: Begin) -> None:
+    leaving = holder(10, owner(of=unit(active="deactivating")), listed={0: 1520})
+    run: Run = begin(lambda now: 1523 if now < 31 else 3, lambda now: [leaving] if now < 31 else [])
+    assert run.clean() and run.machine.now < 35
 
 
 @pytest.mark.case("B2")

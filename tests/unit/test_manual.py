@@ -75,7 +75,7 @@ def test_the_synopsis_has_a_line_for_every_verb_with_its_own_options() -> None:
     for verb in OPTIONS:
         (line,) = [line for line in lines if re.match(rf"`gpuprestart {verb}`|`gpuprestart` \[`{verb}`\]", line)]
         options = {word for word in literals(line) if word.startswith("--")}
-        rest = OPTIONS[verb] - {"-h", "--help"}
+        rest = {option for option in OPTIONS[verb] if option.startswith("--")} - {"--help"}
         assert options == (rest - OPTIONS["clean"] if "OPTION" in line else rest), verb
 
 
@@ -213,7 +213,7 @@ def test_every_key_is_there_with_its_default_and_no_other() -> None:
 
 def _plain(read: Policy) -> tuple[object, ...]:
     """Everything in a policy but its rules and where it was read."""
-    besides = (read.require, read.residue, read.reset, read.hooks)
+    besides = (read.require, read.residue, read.reset, read.hooks, read.metrics)
     return (read.gpus.select, read.memory, read.deadline, read.dedicated, read.nvml, *besides)
 
 
@@ -230,6 +230,7 @@ _OTHERS = {
     "residue.shm_patterns": '["x*"]',
     "reset.command": '"/x"',
     "hooks.before_kill": '["/x", "{pid}"]',
+    "metrics.textfile": '"/x.prom"',
     "gpus.select": '"all"',
 }
 

@@ -465,12 +465,23 @@ def test_the_inventory_is_asked_for_once() -> None:
     assert child.sent == []
 
 
+def test_memory_can_be_asked_for_without_the_lists(fake: Nvml) -> None:
+    """It is asked for ten times a second while it is awaited."""
+    made = driver(fake)
+    gpu = made.inventory(1.0).gpus[0]
+    fake.lists[("Compute", 0)] = [record(10, 5)]
+    fake.called.clear()
+    reading = made.sample([gpu], 1.0, lists=False)[gpu.uuid]
+    assert fake.called == ["memory v2"] and reading.listed == ()
+    assert reading == made.sample([gpu], 1.0)[gpu.uuid]._replace(listed=())
+
+
 @pytest.mark.case("C5")
 def test_a_gpu_that_cannot_be_reached_is_not_asked_about() -> None:
     answer = {uuid(0): {"memory": list(memory(3)), "fault": None, "listed": [], "unlisted": None}}
     child = Scripted(answer)
     readings = Driver(child).sample([gpu(0), gpu(1, uuid="", fault="GPU is lost")], 1.0)
-    assert child.sent == [("sample", [uuid(0)])]
+    assert child.sent == [("sample", [uuid(0)], True)]
     assert (readings[""].fault, readings[uuid(0)].memory) == ("GPU is lost", memory(3))
 
 

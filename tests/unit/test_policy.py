@@ -506,7 +506,7 @@ KEYS = "unit, session, user, container, exe, comm, cmdline, age"
         (
             "\n[pre]\nfile = 1",
             "2: pre: is no known key (known here: gpus, memory, deadline, owners, nvml, require, residue, reset, hooks,"
-            " rule)",
+            " metrics, rule)",
         ),
         ('[owners]\n"de di" = 1', "2: owners.'de di': is no known key (known here: dedicated)"),
         ("owners.x.y = 1", "1: owners.x: is no known key (known here: dedicated)"),

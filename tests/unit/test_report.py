@@ -22,11 +22,12 @@ from gpuprestart.model import (
     OwnerKind,
     Process,
     Reading,
+    Timeline,
     Unit,
     Unmet,
     Verdict,
 )
-from gpuprestart.report import as_json, held, indices, overview, sentence, short, status_line, table
+from gpuprestart.report import as_json, document, held, indices, sentence, short, status_line
 
 HOSTILE = "a\nPRIORITY=0\x1b[31m"
 
@@ -82,6 +83,11 @@ def verdict(**fields: Any) -> Verdict:
         policy_files=("/etc/gpuprestart/policy.toml",),
         duration=1.23456,
         phases={"measure": 0.12345, "survey": 0.2, "evict": 0.0, "drain": 0.9, "preconditions": 0.0},
+        timeline=Timeline(
+            phases=(("measure", 0.0, 0.12345),),
+            signals=((0.2, 4711, "SIGTERM"),),
+            memory=((0.1, (1523 * MIB,)), (1.2, (None,))),
+        ),
     )
     return base._replace(**fields)
 
@@ -127,9 +133,10 @@ def test_held_believes_nvml_before_open_nodes() -> None:
 def test_json_has_exactly_the_fields_of_the_contract() -> None:
     one = state(0, 1523 * MIB)
     who = decision(listed={"GPU-other": 7, one.gpu.uuid: 1520 * MIB}, opened=frozenset({one.gpu.uuid}))
-    document = json.loads(as_json(verdict(gpus=(one,), decisions=(who,)), booted=1_699_999_000.0))
-    assert document == {
+    found = json.loads(as_json(document(verdict(gpus=(one,), decisions=(who,)), booted=1_699_999_000.0, verb="clean")))
+    assert found == {
         "version": 1,
+        "verb": "clean",
         "outcome": "protected",
         "outcomes": ["protected"],
         "exit": 75,
@@ -158,6 +165,7 @@ def test_json_has_exactly_the_fields_of_the_contract() -> None:
                 "limit_bytes": 64 * MIB,
                 "unattributed_bytes": 1523 * MIB,
                 "clean": False,
+                "fault": None,
             }
         ],
         "holders": [
@@ -178,87 +186,43 @@ def test_json_has_exactly_the_fields_of_the_contract() -> None:
                 "fate": None,
             }
         ],
+        "holders_count": 1,
         "preconditions": [],
         "residue": [],
         "residue_count": 0,
+        "timeline": {
+            "phases": [["measure", 0.0, 0.123]],
+            "signals": [[0.2, 4711, "SIGTERM"]],
+            "used_bytes": [[0.1, [1523 * MIB]], [1.2, [None]]],
+        },
     }
 
 
 def test_json_says_null_where_nothing_is_known() -> None:
     who = decision()
     fates = {who.holder.process.identity: Fate.TERMINATED}
-    document = json.loads(
-        as_json(verdict(gpus=(state(0, None),), decisions=(who,), fates=fates, unit=None), booted=0.0)
-    )
-    gpu, holder = document["gpus"][0], document["holders"][0]
+    found = document(verdict(gpus=(state(0, None),), decisions=(who,), fates=fates, unit=None), booted=0.0)
+    gpu, holder = found["gpus"][0], found["holders"][0]
     unknown = ("memory_call", "used_bytes", "reserved_bytes", "total_bytes", "limit_bytes", "unattributed_bytes")
     assert [gpu[name] for name in unknown] == [None] * 6
-    assert (document["unit"], holder["bytes"], holder["fate"], gpu["clean"]) == (None, None, "terminated", False)
+    assert (found["unit"], holder["bytes"], holder["fate"], gpu["clean"]) == (None, None, "terminated", False)
+    assert (found["verb"], gpu["fault"]) == (None, "GPU is lost")
 
 
 @pytest.mark.case("D5")
-def test_json_and_tables_carry_nothing_hostile() -> None:
+def test_json_carries_nothing_hostile() -> None:
     who = decision(HOSTILE, opened=frozenset({state(0, 0).gpu.uuid}))
     dirty = verdict(gpus=(state(0, 1523 * MIB, fault=HOSTILE),), decisions=(who,), message=HOSTILE, hints=(HOSTILE,))
-    document = as_json(dirty, booted=0.0)
-    assert document.isascii() and document.isprintable()
-    assert json.loads(document)["holders"][0]["comm"] == "a\\x0aPRIORITY=0\\x1b[31m"
-    for text in (table(dirty), overview(dirty.gpus, dirty.decisions)):
-        assert text.replace("\n", "").isprintable()
-        assert not any(line.startswith("PRIORITY=0") for line in text.splitlines())
+    text = as_json(document(dirty, booted=0.0))
+    assert text.isascii() and text.isprintable()
+    assert json.loads(text)["holders"][0]["comm"] == "a\\x0aPRIORITY=0\\x1b[31m"
 
 
-def test_table() -> None:
-    gpus = (
-        state(0, 1523 * MIB, fault="1523 MiB used, limit 64 MiB"),
-        state(1, 3 * MIB),
-        state(2, 3 * MIB),
-        state(9, None),
-    )
-    uuids = frozenset(each.gpu.uuid for each in gpus[:3])
-    first = decision(listed={gpus[0].gpu.uuid: 1520 * MIB})
-    second = decision("sh", Action.SPARE, opened=uuids)._replace(rule="mine")
-    text = table(verdict(gpus=gpus, decisions=(first, second), outcomes=(Outcome.PROTECTED, Outcome.UNKNOWN)))
-    reason = "was left behind by old.service, which is failed"
-    assert text.splitlines() == [
-        "GPU  UUID              USED   LIMIT  UNATTRIBUTED  CLEAN",
-        "  0  GPU-00000000  1523 MiB  64 MiB      1523 MiB  no     1523 MiB used, limit 64 MiB",
-        "  1  GPU-00000001     3 MiB  64 MiB         0 MiB  yes",
-        "  2  GPU-00000002     3 MiB  64 MiB         0 MiB  yes",
-        "  9  GPU-00000009         ?       ?             ?  no",
-        "",
-        " PID  USER   COMMAND  OWNER             GPU    MEMORY  EVIDENCE  ACTION  REASON",
-        f"4711  model  python3  unit:old.service  0    1520 MiB  nvml      kill    {reason}",
-        f"4711  model  sh       unit:old.service  0-2         -  fd        spare   {reason}",
-        "",
-        "protected (also: unknown), exit status 75: GPU 3 is held by ollama.service (ollama[812], 5120 MiB)",
-        "  hint: systemctl stop ollama.service",
-        "  hint: or choose other GPUs",
-    ]
-
-
-def test_overview_has_no_word_of_judgement() -> None:
-    gpus = (state(0, 1523 * MIB), state(1, None))
-    text = overview(gpus, (decision(listed={gpus[0].gpu.uuid: None}),))
-    assert text.splitlines() == [
-        "GPU  UUID              USED      TOTAL",
-        "  0  GPU-00000000  1523 MiB  81920 MiB",
-        "  1  GPU-00000001         ?          ?  GPU is lost",
-        "",
-        " PID  USER   COMMAND  OWNER             GPU  MEMORY  EVIDENCE",
-        "4711  model  python3  unit:old.service  0         -  nvml",
-    ]
-    assert overview((), ()) == "no GPU selected\n\nno holders\n"
-
-
-def test_what_the_policy_asks_for_is_in_every_view() -> None:
+def test_json_has_what_the_policy_asks_for_and_what_is_left() -> None:
     unmet = Unmet("ports", "30000", "port 30000 is in use by \x1b[31mnginx[9]", "systemctl stop nginx")
     left = Leftover("shm", "nccl-a\x07", 5 * MIB, "kept", "would be removed")
-    one = verdict(unmet=(unmet,), residue=(left,))
-    assert "NOT MET\nports    port 30000 is in use by \\x1b[31mnginx[9]\n" in overview((), (), one.unmet)
-    assert "shm   nccl-a\\x07  5 MiB  kept  would be removed" in table(one)
-    document = json.loads(as_json(one, booted=0.0))
-    assert document["preconditions"] == [
+    found = document(verdict(unmet=(unmet,), residue=(left,)), booted=0.0)
+    assert found["preconditions"] == [
         {
             "check": "ports",
             "subject": "30000",
@@ -267,18 +231,25 @@ def test_what_the_policy_asks_for_is_in_every_view() -> None:
             "file": False,
         }
     ]
-    assert document["residue"] == [
+    assert found["residue"] == [
         {"kind": "shm", "name": "nccl-a\\x07", "bytes": 5 * MIB, "fate": "kept", "reason": "would be removed"}
     ]
-    many = verdict(residue=(left,) * 10_000)
-    document = json.loads(as_json(many, booted=0.0))
-    assert (len(document["residue"]), document["residue_count"]) == (64, 10_000)
-    assert table(many).count("nccl-a") == 64 and "and 9936 more\n" in table(many)
+    found = document(verdict(residue=(left,) * 10_000), booted=0.0)
+    assert (len(found["residue"]), found["residue_count"]) == (64, 10_000)
 
 
-def test_a_table_that_is_just_over_the_limit_reads_so() -> None:
-    line = table(verdict(gpus=(state(0, 64 * MIB + 1),))).splitlines()[1]
-    assert "65 MiB  64 MiB" in line
+def test_of_many_holders_those_that_were_ended_come_first() -> None:
+    """The record in the journal has room for some; in PID order, as everywhere."""
+    many = [decision() for _ in range(200)]
+    many = [
+        each._replace(holder=each.holder._replace(process=each.holder.process._replace(pid=pid)))
+        for pid, each in enumerate(many, 100)
+    ]
+    ended = {many[number].holder.process.identity: Fate.KILLED for number in (150, 199)}
+    found = document(verdict(decisions=tuple(many), fates=ended), booted=0.0, most=4)
+    assert [each["pid"] for each in found["holders"]] == [100, 101, 250, 299]
+    assert found["holders_count"] == 200
+    assert len(document(verdict(decisions=tuple(many)), booted=0.0)["holders"]) == 200
 
 
 @pytest.mark.parametrize(

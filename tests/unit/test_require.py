@@ -105,7 +105,8 @@ def test_of_one_whose_command_line_cannot_be_told_nothing_is_proved(monkeypatch:
     for _ in range(2):
         assert look([9, 10, 11], frozenset()) == {"process a": (10,), UNREAD: (11,)}
     assert asked == [[9, 10, 11], [9], [10], [11], [9, 10]]
-    assert after(occupied={UNREAD: (11,)})[0].message == "the command line of PID 11 gave no answer"
+    told = "the command line of PID 11 gave no answer, so it may be one of require.processes"
+    assert after(occupied={UNREAD: (11,)})[0].message == told
     _, plan = planned(occupied={UNREAD: (11,)})
     assert plan.decisions == ()
 
@@ -137,14 +138,15 @@ def test_what_is_on_our_own_gpus_as_well_is_judged_by_that() -> None:
     ("holders", "occupied", "own", "words"),
     [
         ([occupant(10)], None, [], None),
-        ([occupant(10, of=ACTIVE)], None, [], "port 30000 is in use by python3[10]"),
+        ([occupant(10, of=ACTIVE)], None, [], "port 30000 (require.ports) is in use by python3[10]"),
         ([occupant(10), occupant(11, of=ACTIVE)], {"port 30000": (10, 11)}, [], "by python3[11]"),
         ([occupant(10, of=ACTIVE), occupant(11, of=ACTIVE)], {"port 30000": (10, 11)}, [], "; and by 1 more"),
         ([], {"port 30000": (1,)}, [30000], None),
         ([], {"port 30000": (1,)}, [30001], "by systemd itself"),
         ([], {"port 30000": ()}, [], "by nobody that can be seen"),
-        ([], {"port 30000": (77,)}, [], "PID 77, which belongs to this start itself"),
-        ([occupant(10, "process x", of=ACTIVE)], None, [], "process x runs, which must not be: python3[10]"),
+        ([], {"port 30000": (77,)}, [], "PID 77, which this very start has started"),
+        ([occupant(10, "process x", of=ACTIVE)], None, [], "python3[10] (user model) must not run"),
+        ([occupant(pid, "process x", of=ACTIVE) for pid in (10, 11)], {"process x": (10, 11)}, [], "; nor must 1 more"),
         ([], {}, [], None),
     ],
 )
@@ -194,10 +196,10 @@ def test_what_comes_before_it_decides_the_status() -> None:
     [
         ((5 << 30, 100_000), None),
         ((5 << 30, None), None),
-        (((5 << 30) - MIB, 100_000), "has 5119 MiB free, 5120 MiB are needed (require.disk)"),
+        (((5 << 30) - MIB, 100_000), "has 5119 MiB free, but 5120 MiB are needed (require.disk)"),
         ((5 << 30, 999), "has 999 inodes free"),
         ("No such file or directory", "cannot be measured: No such file or directory"),
-        (None, "did not answer within"),
+        (None, "gave no answer for"),
     ],
 )
 def test_room_on_a_disk(answer: Any, words: Optional[str]) -> None:

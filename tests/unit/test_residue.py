@@ -822,8 +822,8 @@ def test_the_record_tells_counts_bytes_and_why() -> None:
     ]
     record = events.residue(events.Context(unit="a.service", run="r"), found)
     assert record.priority == events.NOTICE and record.message == (
-        "In shared memory, had by nobody: 6 removed (6 MiB: nccl-0, nccl-1, nccl-2, nccl-3 and 2 more), "
-        "1 left (3 MiB: psm_a\\x0a; it was made or used less than 10 s ago)"
+        "Leftovers in shared memory: 6 removed (6 MiB: nccl-0, nccl-1, nccl-2, nccl-3 and 2 more), "
+        "1 kept (3 MiB: psm_a\\x0a; it was made or used less than 10 s ago)"
     )
     assert (record.fields["GPUPRESTART_REMOVED"], record.fields["GPUPRESTART_REMOVED_BYTES"]) == ("6", str(6 * MIB))
     assert record.fields["GPUPRESTART_RESIDUE"][-1] == "shm psm_a\\x0a kept: it was made or used less than 10 s ago"

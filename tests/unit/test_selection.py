@@ -65,7 +65,10 @@ def refused(
     assert caught.value.outcome is outcome
     assert caught.value.hints
     assert all(text.isprintable() for text in (caught.value.message, *caught.value.hints))
-    return caught.value.message
+    # The remedy stands behind the message wherever that is shown, and so need not be in it.
+    remedy = caught.value.hints[0]
+    assert remedy not in caught.value.message
+    return f"{caught.value.message} ({remedy})"
 
 
 # Where the choice comes from -----------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ def test_what_cuda_would_show(value: str, indices: list[int]) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("0,7", "GPU 7 is not there, NVML counts 4 (indices end at 3; dmesg tells of lost GPUs)"),
+        ("0,7", "GPU 7 is not there, NVML counts 4 (indices end at 3; dmesg (Xid) tells of lost GPUs)"),
         ("4", "GPU 4 is not there"),
         ("9" * 5000, "is not there"),
         ("GPU-8932", "GPU-8932 is the beginning of 2 UUIDs (give more of its characters)"),
@@ -215,7 +218,7 @@ def test_what_does_not_resolve_is_never_silently_fewer(value: str, said: str) ->
 def test_a_refusal_lists_what_there_is() -> None:
     with pytest.raises(Refusal) as caught:
         cuda("7")
-    assert caught.value.hints[-1].startswith(f"GPUs here: 0 {UUIDS[0]} 00000000:1B:00.0 {H100}; 1 {UUIDS[1]} ")
+    assert caught.value.hints[-1].startswith(f"GPUs here: GPU 0 {UUIDS[0]} 00000000:1B:00.0 {H100}; GPU 1 {UUIDS[1]} ")
 
 
 @pytest.mark.case("C9")
@@ -257,7 +260,7 @@ def test_a_policy_for_eight_gpus_on_a_machine_with_seven() -> None:
     eight = tuple(str(index) for index in range(8))
     assert refused(eight, seven, origin="/etc/gpuprestart/policy.toml:2") == (
         "/etc/gpuprestart/policy.toml:2: gpus.select: GPU 7 is not there, NVML counts 7 "
-        "(indices end at 6; dmesg tells of lost GPUs)"
+        "(indices end at 6; dmesg (Xid) tells of lost GPUs)"
     )
     assert "the UUID GPU-00000007" in refused((*(gpu(index).uuid for index in range(8)),), seven)
     assert "no GPU is at 0000:22:00.0" in refused((*(gpu(index).pci[4:] for index in range(8)),), seven)

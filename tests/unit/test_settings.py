@@ -242,7 +242,8 @@ def test_a_file_that_is_missing_is_a_fault_unless_the_unit_says_that_it_may_be(t
     assert environment(EnvironmentFiles=files((tmp_path / "none", "yes"))) == {}
     with pytest.raises(Refusal) as caught:
         environment(EnvironmentFiles=files((tmp_path / "none", "no")))
-    assert caught.value.message == f"EnvironmentFile={tmp_path}/none: No such file or directory"
+    assert caught.value.message == f"EnvironmentFile={tmp_path}/none of sglang.service: No such file or directory"
+    assert "systemctl edit sglang.service" in caught.value.hints[0]
 
 
 @pytest.mark.parametrize("state", ["not-found", "masked", "bad-setting", None])

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuprestart.model import MIB
-from gpuprestart.text import REDACTED, amounts, mib, printable, redacted
+from gpuprestart.redaction import REDACTED, redacted
+from gpuprestart.text import amounts, mib, printable
 
 S = "s3cr3t-V4lue"
 

@@ -49,15 +49,15 @@ def verdict(*holders: Holder, **facts: Any) -> Verdict:
 def test_clean() -> None:
     found = verdict(used=(3, 9, 3), proved=True)
     assert (found.outcomes, found.exit) == ((Outcome.CLEAN,), 0)
-    assert found.message == "all 3 GPUs proved clean (at most 9 MiB used, limit 64 MiB)"
-    assert verdict(proved=True).message == "1 GPU proved clean (at most 3 MiB used, limit 64 MiB)"
+    assert found.message == "GPUs 0-2 proved clean (at most 9 MiB used, limit 64 MiB)"
+    assert verdict(proved=True).message == "GPU 0 proved clean (3 MiB used, limit 64 MiB)"
 
 
 @pytest.mark.parametrize(("fate", "cleaned"), [(Fate.TERMINATED, True), (Fate.KILLED, True), (Fate.EXITED, False)])
 def test_cleaned_is_when_this_run_ended_somebody(fate: Fate, cleaned: bool) -> None:
     found = verdict(proved=True, **seen(STALE, fate=fate))
     assert (found.outcome, found.exit) == (Outcome.CLEANED if cleaned else Outcome.CLEAN, 0)
-    assert found.message.startswith("1 stale holder ended (python3[4711]), 1 GPU proved clean") is cleaned
+    assert found.message.startswith("1 stale holder ended (python3[4711]), GPU 0 proved clean") is cleaned
 
 
 @pytest.mark.parametrize("outcome", [Outcome.CONFIG, Outcome.UNKNOWN, Outcome.PROTECTED, Outcome.DENIED, Outcome.NONE])
@@ -69,11 +69,18 @@ def test_a_refusal_is_told_in_its_own_words(outcome: Outcome) -> None:
 
 
 @pytest.mark.case("D3")
-@pytest.mark.parametrize(("done", "words"), [({}, "nobody had"), (seen(STALE, fate=Fate.KILLED), "1 stale holder had")])
+@pytest.mark.parametrize(
+    ("done", "words"),
+    [
+        ({}, "nobody had been ended"),
+        (seen(STALE, fate=Fate.KILLED), "1 stale holder had been ended (python3[4711])"),
+    ],
+)
 def test_interrupted(done: dict[str, Any], words: str) -> None:
     found = verdict(interrupted="SIGTERM", **done)
     assert (found.outcome, found.exit) == (Outcome.INTERRUPTED, 75)
-    assert found.message == f"SIGTERM came before the GPUs were proved clean; {words} been ended by then"
+    assert found.message == f"SIGTERM came before GPU 0 (3 MiB used, limit 64 MiB) was proved clean; {words} by then"
+    assert found.hints[0].startswith("systemctl start sglang.service")
     before = conclude(Story(run="0123", time=0.0, interrupted="SIGINT"))
     assert before.outcomes == (Outcome.INTERRUPTED,) and "SIGINT" in before.message
 
@@ -149,7 +156,7 @@ def test_what_is_in_the_way_without_a_gpu_is_not_said_to_hold_one() -> None:
     alive = holder(pid=10, of=ACTIVE, opened=())._replace(kinds=served)
     previous = holder(pid=11, of=owner(OwnerKind.OWN_PREVIOUS), opened=())._replace(kinds=served)
     found = verdict(alive, previous, used=(3,))
-    assert found.outcome is Outcome.PROTECTED and found.message.startswith("in the way is python3[11]")
+    assert found.outcome is Outcome.PROTECTED and found.message.startswith("python3[11] (user model) is in the way: it")
 
 
 def test_protected_counts_the_others() -> None:
@@ -170,7 +177,7 @@ def test_respawning_names_who_starts_them() -> None:
     found = verdict(holder(listed={0: 1520}, ppid=812), used=(1523,), rounds=10)
     assert (found.outcomes, found.exit) == ((Outcome.RESPAWNING,), 75)
     assert "came back 10 times" in found.message and "PID 812" in found.message
-    assert found.hints == ("stop what starts it: systemctl status 812",)
+    assert found.hints == ("systemctl status 812 shows what starts it: stop that",)
 
 
 @pytest.mark.case("B5")
@@ -214,15 +221,21 @@ def test_not_freed_for_want_of_free_memory() -> None:
 def test_not_freed_because_it_had_not_settled() -> None:
     found = verdict(used=(3, 3))
     assert (found.outcome, found.exit) == (Outcome.NOT_FREED, 75)
-    assert "before 2 GPUs had stayed clean" in found.message
+    assert "before GPUs 0-1 (at most 3 MiB used, limit 64 MiB) had stayed clean" in found.message
 
 
 def test_not_freed_for_a_check_says_what_clean_would_do() -> None:
     found = verdict(STALE, used=(1523,), checking=True)
     assert (found.outcomes, found.exit) == ((Outcome.NOT_FREED,), 75)
     assert "clean would end 1 stale holder: python3[4711]" in found.message
+    start = "systemctl start sglang.service does it first"
+    assert found.hints == (f"{start}, and gpuprestart clean --unit sglang.service does it now",)
+    nobodys = verdict(STALE, used=(1523,), checking=True, unit=None)
+    assert nobodys.hints == ("gpuprestart clean does it now",)
+    # That ends nothing of that unit's own last run.
     ours = verdict(holder(of=OURS, opened=()), checking=True)
-    assert ours.outcome is Outcome.NOT_FREED and ours.message.startswith("clean would end")
+    assert ours.outcome is Outcome.NOT_FREED and ours.message.startswith("gpuprestart clean would end")
+    assert ours.hints == (start,)
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -243,7 +256,7 @@ def test_unattributed_names_dead_pids_and_live_suspects() -> None:
     assert "540 MiB used, limit 64 MiB, and nobody was seen to hold it" in found.message
     assert "NVML still lists PID 812345, which is in no /proc" in found.message
     assert f"nvidia-smi --gpu-reset -i {uuid(0)}" in found.hints[0] and "reboot" in found.hints[0]
-    assert any("python3[4711]" in hint and "has its node open" in hint for hint in found.hints)
+    assert any("python3[4711]" in hint and "has the node of GPU 0 open" in hint for hint in found.hints)
 
 
 @pytest.mark.case("C1")

@@ -1,0 +1,125 @@
+"""What is offered to be typed: the right command for each that stands in the way, and nothing that a stranger wrote."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpuprestart import documents
+from gpuprestart.model import MIB
+from gpuprestart.remedies import MOST, remedies
+
+UUID = "GPU-3bf2292e-91d4-5690-8712-cd66a9318ffc"
+
+
+def holder(owner: str, action: str = "refuse") -> dict[str, Any]:
+    return {"pid": 1, "owner": owner, "action": action, "comm": "x; reboot"}
+
+
+def commands(*holders: dict[str, Any], unit: Optional[str] = None, **more: Any) -> list[str]:
+    gpus = more.pop("gpus", [])
+    found = {"exit": 75, "outcomes": ["protected"], "unit": unit, "holders": list(holders), "gpus": gpus, **more}
+    return [command for command, _ in remedies(documents.document(found))]
+
+
+@pytest.mark.parametrize(
+    ("owner", "action", "command"),
+    [
+        ("unit:ollama.service", "refuse", "systemctl stop ollama.service"),
+        ("unit:old@a\\x2db.service", "refuse", r"systemctl stop 'old@a\x2db.service'"),
+        ("unit:ollama.service", "wait", "systemctl kill --signal=SIGKILL ollama.service"),
+        ("session:7:alice", "refuse", "loginctl terminate-session 7"),
+        ("container:docker:0123456789ab", "refuse", "docker stop 0123456789ab"),
+        ("container:podman:0123456789ab", "refuse", "podman stop 0123456789ab"),
+        ("container:crio:0123456789ab", "refuse", "crictl stop 0123456789ab"),
+        ("container:lxc:web-1", "refuse", "lxc-stop -n web-1"),
+        ("container:nspawn:web-1", "refuse", "machinectl terminate web-1"),
+        ("slurm:42", "refuse", "scancel 42"),
+    ],
+)
+def test_whoever_stands_in_the_way_is_stopped_by_his_own_command(owner: str, action: str, command: str) -> None:
+    assert commands(holder(owner, action)) == [command]
+    # What is left alone is nobody's to stop.
+    assert commands(holder(owner, "spare"), holder(owner, "none")) == []
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        "unit:a b.service", "unit:$(reboot).service", "unit:x", "unit:-H.service;", "session:7;reboot:alice",
+        "container:docker:abc; reboot", "container:lxc:$(reboot)", "container:other:0123456789ab", "slurm:unknown",
+        "unit:-H.service", "container:lxc:-k", "none", "unknown", "", "user:alice", "container:pidns:4026532901",
+    ],
+)  # fmt: skip
+def test_what_has_no_name_that_can_be_typed_has_no_command(owner: str) -> None:
+    assert commands(holder(owner)) == []
+
+
+def test_what_is_stale_is_ended_by_a_start_or_by_hand() -> None:
+    stale = holder("unit:old.service", "kill")
+    assert commands(stale) == ["gpuprestart clean"]
+    assert commands(stale, unit="sglang-qwen.service") == [
+        "systemctl start sglang-qwen.service",
+        "gpuprestart clean --unit sglang-qwen.service",
+    ]
+
+
+def gpu(unexplained: Optional[int], **more: Any) -> dict[str, Any]:
+    return {"index": 5, "uuid": UUID, "unattributed_bytes": unexplained, "limit_bytes": 64 * MIB, **more}
+
+
+def test_memory_that_nobody_holds_is_brought_back_by_a_reset() -> None:
+    reset = f"nvidia-smi --gpu-reset -i {UUID}"
+    assert commands(gpus=[gpu(70 * MIB)], outcomes=["unattributed"]) == [reset]
+    assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="clean") == [reset]
+    # For check that only means that clean could free it.
+    assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="check") == []
+    for other in (gpu(60 * MIB), gpu(None), gpu(70 * MIB, parent=UUID), gpu(70 * MIB, uuid="GPU-x; reboot")):
+        assert commands(gpus=[other], outcomes=["unattributed"]) == []
+
+
+@pytest.mark.parametrize(
+    ("outcome", "wanted"),
+    [
+        ("unknown", ["nvidia-smi", "journalctl -k --grep NVRM", "gpuprestart doctor x.service"]),
+        ("denied", ["gpuprestart doctor x.service"]),
+        ("config", ["gpuprestart doctor x.service"]),
+    ],
+)
+def test_what_cannot_be_measured_or_seen_is_looked_into(outcome: str, wanted: list[str]) -> None:
+    found = commands(outcomes=[outcome], unit="x.service")
+    assert found[: len(wanted)] == wanted
+    assert commands(outcomes=[outcome])[: len(wanted)] == [each.replace(" x.service", "") for each in wanted]
+
+
+def test_a_bypass_is_offered_last_and_only_where_nobody_alive_is_in_the_way() -> None:
+    for outcome in ("unknown", "unkillable", "not-freed", "unattributed"):
+        assert commands(outcomes=[outcome], unit="x.service")[-1] == "gpuprestart bypass x.service"
+        assert not any("bypass" in each for each in commands(outcomes=[outcome]))
+    for outcome in ("protected", "config", "denied", "precondition", "respawning"):
+        assert not any("bypass" in each for each in commands(outcomes=[outcome], unit="x.service"))
+
+
+def test_nothing_helps_a_start_that_may_go_on() -> None:
+    assert commands(holder("unit:ollama.service"), exit=0) == []
+
+
+def test_each_command_once_and_not_too_many() -> None:
+    assert commands(*[holder("unit:ollama.service")] * 9) == ["systemctl stop ollama.service"]
+    assert len(commands(*(holder(f"unit:a{number}.service") for number in range(50)))) == MOST
+
+
+@given(st.text(), st.text(), st.sampled_from(["refuse", "kill", "wait"]))
+def test_no_text_becomes_another_command(owner: str, name: str, action: str) -> None:
+    kinds = ("unit", "session", "container:docker", "container:lxc", "slurm")
+    for kind in kinds:
+        for command in commands(holder(f"{kind}:{owner}", action), unit=name, outcomes=["unknown"]):
+            words = shlex.split(command)
+            assert words[0] in {
+                "systemctl", "loginctl", "docker", "lxc-stop", "scancel", "gpuprestart", "nvidia-smi", "journalctl"
+            }  # fmt: skip
+            assert command == shlex.join(words) and not any(each in command for each in "\n;|&$`<>")
