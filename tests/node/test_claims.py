@@ -54,7 +54,7 @@ def test_a_claim_tells_who_was_given_the_gpu(scene: Scene) -> None:
     run = scene.verdict(other)
     _is_protected_from(scene, run, server)
     # The sentence names the one GPU that both want, not all of either.
-    assert "GPU 2 had been proved clean" in run.verdict["message"]
+    assert "GPU 2 (3 MiB used, limit 64 MiB) is claimed by" in run.verdict["message"]
     assert sorted(_claims(scene)) == sorted(claims)
     # A GPU beside them is nobody's business.
     assert scene.start(scene.server(gpus="3"))

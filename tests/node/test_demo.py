@@ -49,7 +49,7 @@ def test_on_a_booted_node() -> None:
     assert "NotifyAccess=exec" in before
     assert "1523 / 81559 MB" in cleaned
     assert "Active: active (running)" in cleaned
-    assert "all 8 GPUs proved clean" in cleaned
+    assert "GPUs 0-7 proved clean" in cleaned
     assert "the server is ready on port 30000" in cleaned
     assert "status=75/TEMPFAIL" in foreign
     assert "refused the start: protected: GPU 3" in foreign
@@ -61,7 +61,7 @@ def test_on_a_booted_node() -> None:
 def test_in_a_plain_chroot() -> None:
     before, idle, held, unowned = _scenes(_demo("none", needs=can_chroot()))
     assert "NODE=none" in before and "plain chroot" in before
-    assert "clean: all 8 GPUs proved clean" in idle
+    assert "clean: GPUs 0-7 proved clean" in idle
     assert "protected, exit status 75" in held
     assert "unattributed: GPU 5" in unowned
     assert "nvidia-smi --gpu-reset" in unowned

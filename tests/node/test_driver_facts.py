@@ -88,63 +88,63 @@ def test_nothing_is_asked_of_the_driver_that_the_policy_does_not_ask(scene: Scen
             "compute_mode = 'exclusive-process'",
             (0, 1, 2, 3),
             {},
-            "GPUs 0-3: compute mode is default, exclusive-process is asked for (require.compute_mode)",
+            "GPUs 0-3: compute mode is default, but require.compute_mode asks for exclusive-process",
             "nvidia-smi -i 0,1,2,3 -c EXCLUSIVE_PROCESS",
         ),
         (
             "compute_mode = 'default'",
             (2,),
             {"compute_mode": 2},
-            "GPU 2: compute mode is prohibited, default is asked for (require.compute_mode)",
+            "GPU 2: compute mode is prohibited, but require.compute_mode asks for default",
             "nvidia-smi -i 2 -c DEFAULT",
         ),
         (
             "persistence = 'require'",
             (1, 3),
             {"persistence": False},
-            "GPUs 1,3: persistence mode is off, on is asked for (require.persistence)",
+            "GPUs 1,3: persistence mode is off, but require.persistence asks for on",
             "nvidia-smi -i 1,3 -pm 1",
         ),
         (
             "ecc = 'no-pending'",
             (1, 2),
             {"remap_pending": True},
-            "GPUs 1-2: a row remapping is pending, no-pending is asked for (require.ecc)",
+            "GPUs 1-2: a row remapping is pending, but require.ecc asks for no-pending",
             "nvidia-smi --gpu-reset -i 1,2",
         ),
         (
             "ecc = 'no-pending'",
             (3,),
             {"remap_failed": True},
-            "GPU 3: a row remapping has failed, no-pending is asked for (require.ecc)",
+            "GPU 3: a row remapping has failed, but require.ecc asks for no-pending",
             "is to be replaced",
         ),
         (
             "ecc = 'no-pending'",
             (3,),
             {"arch": 5, "retired_pending": True},
-            "GPU 3: retired pages are pending, no-pending is asked for (require.ecc)",
+            "GPU 3: retired pages are pending, but require.ecc asks for no-pending",
             "nvidia-smi --gpu-reset -i 3",
         ),
         (
             "ecc = 'no-pending'",
             (0,),
             {"uncorrected": 2},
-            "GPU 0: 2 uncorrected errors since its last reset, no-pending is asked for (require.ecc)",
+            "GPU 0: 2 uncorrected errors since the last reset, but require.ecc asks for no-pending",
             "nvidia-smi --gpu-reset -i 0",
         ),
         (
             "mig = 'off'",
             (1,),
             {"mig_next": "on"},
-            "GPU 1: MIG is off, and on after the next reset, off is asked for (require.mig)",
+            "GPU 1: MIG is off, and on after the next reset, but require.mig asks for off",
             "nvidia-smi -i 1 -mig 0",
         ),
         (
             "mig = 'off'",
             (1,),
             {"mig": "on"},
-            "GPU 1: MIG is on, off is asked for (require.mig)",
+            "GPU 1: MIG is on, but require.mig asks for off",
             "nvidia-smi -i 1 -mig 0",
         ),
     ],
@@ -161,13 +161,13 @@ def test_a_gpu_that_is_not_as_asked(
     [
         (
             "gpu_count = 8",
-            "8 GPUs are asked for, 4 are selected of 8 that NVML has (require.gpu_count)",
-            "nvidia-smi -L",
+            "require.gpu_count asks for 8 GPUs, but 4 are selected of the 8 that NVML has",
+            "gpus.select",
         ),
         (
             "driver = '>=570'",
-            "the driver is 550.54.15, >=570 is asked for (require.driver)",
-            "install a driver that is >=570",
+            "the driver is 550.54.15, but require.driver asks for >=570",
+            "install a driver >=570",
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_start_without_a_gpu_passes_only_where_none_is_asked_for(scene: Scene,
         assert (run.exit, run.outcome) == (0, "none")
         return
     assert (run.exit, run.outcome) == (75, "precondition")
-    assert run.verdict["message"] == "8 GPUs are asked for, this start uses none (require.gpu_count)"
+    assert run.verdict["message"] == "require.gpu_count asks for 8 GPUs, but this start uses none"
     assert [each["GPUPRESTART_CHECK"] for each in scene.records(run, "precondition-failed")] == ["gpu_count"]
 
 
@@ -212,7 +212,7 @@ CALLS = [
 @pytest.mark.parametrize(("require", "call"), CALLS)
 @pytest.mark.parametrize(
     ("code", "words"),
-    [("UNKNOWN", "cannot be told (Unknown Error)"), ("FUNCTION_NOT_FOUND", "this driver cannot tell")],
+    [("UNKNOWN", "the driver does not tell "), ("FUNCTION_NOT_FOUND", "this driver is too old to tell ")],
 )
 def test_what_the_driver_cannot_tell_is_not_met(scene: Scene, require: str, call: str, code: str, words: str) -> None:
     scene.gpu.ask("error", function=call, gpu=2, code=code)
@@ -258,8 +258,8 @@ def test_instances_are_asked_by_their_gpu(scene: Scene) -> None:
     assert not scene.start(unit)
     run = scene.verdict(unit)
     assert [each["message"] for each in run.verdict["preconditions"]] == [
-        "GPU 1: persistence mode is off, on is asked for (require.persistence)",
-        "GPU 1: MIG is on, off is asked for (require.mig)",
+        "GPU 1: persistence mode is off, but require.persistence asks for on",
+        "GPU 1: MIG is on, but require.mig asks for off",
     ]
 
 

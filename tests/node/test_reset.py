@@ -73,7 +73,7 @@ def test_a_reset_frees_what_nobody_holds(smi: Scene) -> None:
     assert smi.start(server)
     run = smi.verdict(server)
     assert (run.outcome, run.exit) == ("cleaned", 0)
-    assert "GPU 0, GPU 3 reset" in run.verdict["message"]
+    assert "GPU 0, GPU 3 were reset" in run.verdict["message"]
     assert commands(smi) == [f"--gpu-reset -i {uuid(smi, gpu)}" for gpu in (0, 3)]
     records = smi.records(run, "gpu-reset")
     assert [each["GPU_UUID"] for each in records] == [uuid(smi, 0), uuid(smi, 3)]

@@ -130,7 +130,7 @@ def test_a_start_removes_what_the_dead_have_left_and_nothing_of_the_living(scene
     assert record["GPUPRESTART_REMOVED"] == str(len(ALL))
     assert record["GPUPRESTART_REMOVED_BYTES"] == str(7 * MIB + 5 * MIB)
     assert f"shm psm_{dead.stem} removed: it was nobody's any more" in record["GPUPRESTART_RESIDUE"]
-    assert f"{len(ALL)} removed (12 MiB: " in record["MESSAGE"] and "3 left (" in record["MESSAGE"]
+    assert f"{len(ALL)} removed (12 MiB: " in record["MESSAGE"] and "3 kept (" in record["MESSAGE"]
     assert sorted(dead.names) == [f"nccl-{dead.stem}-link", f"nccl-{dead.stem}-other"]
     assert dead.others == (False, False) and scene.node.exists("/etc/hostname")
 
