@@ -60,6 +60,10 @@ soak: setup  ## Try the properties at length and 1000 starts in a row; an hour a
 	    $(VENV)/bin/python -m pytest -m hypothesis --hypothesis-profile=long && mkdir -p build/soak && touch $$passed; }
 	$(VENV)/bin/python -m tests.node.soak
 
+.PHONY: bench
+bench: setup  ## Measure it beside what people use today, in ratios (about ten minutes)
+	$(VENV)/bin/python -m tests.bench
+
 .PHONY: man
 man: build/man/ready  ## Make the manual pages
 
