@@ -64,6 +64,13 @@ soak: setup  ## Try the properties at length and 1000 starts in a row; an hour a
 bench: setup  ## Measure it beside what people use today, in ratios (about ten minutes)
 	$(VENV)/bin/python -m tests.bench
 
+.PHONY: documents
+documents: setup  ## Draw the pictures in docs/ anew, and run its commands anew
+	$(VENV)/bin/python -m tests.picture_of_decisions
+	$(VENV)/bin/python -m tests.node.captures
+	$(VENV)/bin/python -m tests.node.captures_history
+	$(VENV)/bin/python -m tests.node.test_documents --renew
+
 .PHONY: man
 man: build/man/ready  ## Make the manual pages
 
@@ -98,6 +105,7 @@ install: man  ## Install program, manual, policy, completions, catalog, examples
 	install -D -m 644 LICENSE $(DESTDIR)$(LICENSEDIR)/LICENSE
 	install -d $(docdir)
 	install -m 644 README.md CHANGELOG.md $(docdir)
+	cd docs && find . -type f ! -path './man/*' -exec install -D -m 644 {} $(abspath $(docdir))/docs/{} \;
 	cd units && find . -type f ! -name gpuprestart.catalog -exec install -D -m 644 {} $(abspath $(docdir))/examples/{} \;
 ifneq ($(BUNDLE),)
 	cd $(BUNDLE)/modules && find . -name '*.py' -exec install -D -m 644 {} $(abspath $(libdir))/{} \;

@@ -29,7 +29,7 @@ _ENGINES: Mapping[str, tuple[str, str]] = {
     "nspawn": ("machinectl terminate", "(?!-)[A-Za-z0-9_.-]{1,64}"),
 }
 
-#: Outcomes of a start that is refused for what an operator may know better.
+#: What a start is refused for that an operator may know better: with nobody alive in the way.
 _BYPASSABLE = ("unknown", "unkillable", "not-freed", "unattributed")
 
 
@@ -58,7 +58,7 @@ def _all(document: Document) -> Iterator[tuple[str, str]]:
         yield "journalctl -k --grep NVRM", "what the driver has told the kernel's log"
     if "config" in outcomes or "denied" in outcomes or "unknown" in outcomes:
         yield f"gpuprestart doctor {unit}".rstrip(), "what keeps the hook from seeing or doing what it must"
-    if unit and any(outcome in _BYPASSABLE for outcome in outcomes):
+    if unit and document["outcome"] in _BYPASSABLE:
         yield f"gpuprestart bypass {unit}", "lets its next start pass unproved, once, if you know better"
 
 

@@ -83,7 +83,7 @@ def _gpus(read: Document, width: int, can_draw: bool, beside: Mapping[str, str])
     left = width - reserved - _needed([columns.GPU, *rows], shown) + _BAR
     bar = min(_LONG_BAR, max(_BAR, left))
     first, *others = (columns.GPU[number] for number in shown)
-    table = _table([first, "MEMORY", *others, *([""] if fixed else [])])
+    table = _table([first, "IN USE", *others, *([""] if fixed else [])])
     for gpu, row in zip(read["gpus"], rows):
         cells = [_styled(columns.GPU[number], row[number]) for number in shown]
         extra = [Text(beside.get(gpu["uuid"] or "", ""))] if fixed else []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from gpuprestart import events
+from gpuprestart import commandline, events
 from gpuprestart.commandline import EX_USAGE
 from gpuprestart.model import EXIT_STATUS
 from gpuprestart.policy import Layer, Policy, parse
@@ -18,6 +19,7 @@ from gpuprestart.schema import TABLES, Document
 REPOSITORY = Path(__file__).parents[2]
 UNITS = REPOSITORY / "units"
 DOCUMENTS = [REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 EXAMPLES = [path for path in sorted(UNITS.rglob("*")) if path.is_file()]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
 
@@ -114,14 +116,14 @@ def test_systemd_accepts_the_units() -> None:
         assert any("/usr/bin/gpuprestart" in line for line in missing)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PAGES], ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8"))
     local = [link for link in links if not link.startswith("https://")]
-    assert [link for link in local if not (REPOSITORY / link).exists()] == []
+    assert [link for link in local if not (path.parent / link.partition("#")[0]).exists()] == []
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *EXAMPLES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PAGES, *EXAMPLES], ids=lambda path: path.name)
 def test_only_places_that_readers_have(path: Path) -> None:
     """Paths are those of any machine with systemd, and addresses those of the standards and projects that are meant."""
     text = path.read_text(encoding="utf-8")
@@ -131,9 +133,42 @@ def test_only_places_that_readers_have(path: Path) -> None:
     assert hosts <= {"docs.sglang.ai", "keepachangelog.com", "semver.org"}
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, *EXAMPLES], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PAGES, *EXAMPLES], ids=lambda path: path.name)
 def test_layout_of_text(path: Path) -> None:
     """Prose is laid out for a terminal; tables, transcripts and listings are as wide as they have to be."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
     assert [line for line in prose if len(line) > 120 or line != line.rstrip()] == []
+
+
+POLICIES = re.findall(
+    r"^```toml\n(# /etc/gpuprestart/(\S+)\n.*?)^```$",
+    "\n".join(page.read_text(encoding="utf-8") for page in PAGES),
+    re.M | re.S,
+)
+
+
+@pytest.mark.parametrize(("text", "name"), POLICIES, ids=[name for _, name in POLICIES])
+def test_every_policy_that_is_shown_is_one(text: str, name: str) -> None:
+    policy = parse([Layer(name, text, overlay=name != "policy.toml")])
+    assert policy != parse([Layer(name, "", overlay=name != "policy.toml")])
+
+
+def test_there_are_policies_for_every_kind_of_machine() -> None:
+    assert len(POLICIES) >= 6
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PAGES], ids=lambda path: path.name)
+def test_every_line_that_is_to_be_typed_is_taken(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    spoken = [" ".join(words.split()) for words in re.findall(r"`(gpuprestart [a-z][^`]*)`", text)]
+    listed = re.findall(r"^ {4,}(gpuprestart [a-z].*)$", text, re.MULTILINE)
+    typed = re.findall(r"^\$ (gpuprestart [a-z][^|\n]*)", text, re.MULTILINE)
+    for line in [*spoken, *listed, *typed]:
+        words = shlex.split(re.sub(r" [>|].*", "", line.replace("…", "")), comments=True)[1:]
+        # In a sentence they may stand without what follows them.
+        alone = words in (["enable"], ["disable"], ["bypass"]) or words[-1:] == ["--unit"]
+        try:
+            commandline.parse([*words, "UNIT"] if alone else words)
+        except SystemExit as end:
+            assert end.code == 0, line

@@ -22,7 +22,9 @@ def holder(owner: str, action: str = "refuse") -> dict[str, Any]:
 
 def commands(*holders: dict[str, Any], unit: Optional[str] = None, **more: Any) -> list[str]:
     gpus = more.pop("gpus", [])
-    found = {"exit": 75, "outcomes": ["protected"], "unit": unit, "holders": list(holders), "gpus": gpus, **more}
+    outcomes = more.pop("outcomes", ["protected"])
+    found = {"exit": 75, "outcome": outcomes[0], "outcomes": outcomes, "unit": unit, "gpus": gpus, **more}
+    found["holders"] = list(holders)
     return [command for command, _ in remedies(documents.document(found))]
 
 
@@ -100,6 +102,7 @@ def test_a_bypass_is_offered_last_and_only_where_nobody_alive_is_in_the_way() ->
     for outcome in ("unknown", "unkillable", "not-freed", "unattributed"):
         assert commands(outcomes=[outcome], unit="x.service")[-1] == "gpuprestart bypass x.service"
         assert not any("bypass" in each for each in commands(outcomes=[outcome]))
+    assert not any("bypass" in each for each in commands(outcomes=["protected", "unattributed"], unit="x.service"))
     for outcome in ("protected", "config", "denied", "precondition", "respawning"):
         assert not any("bypass" in each for each in commands(outcomes=[outcome], unit="x.service"))
 
