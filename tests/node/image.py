@@ -112,7 +112,7 @@ done
 
 # Tests start sshd where they need one, and have services of that name of their own.
 rm -f /lib/systemd/system/ssh*.service /lib/systemd/system/ssh*.socket /lib/systemd/system/rescue-ssh.target \
-    /etc/systemd/system/sshd.service /etc/systemd/system/*.wants/ssh.service /etc/systemd/system/*.wants/ssh.socket
+    /etc/init.d/ssh /etc/systemd/system/sshd.service /etc/systemd/system/*.wants/ssh.*
 
 # The journal of a node lives as long as the node. Rate limits stay as systemd sets them: they are
 # part of what is tested.

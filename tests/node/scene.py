@@ -132,8 +132,9 @@ class Scene:
     ) -> tuple[str, list[int]]:
         """Holders left in the cgroup of a service that has failed: what started them is gone, and init has them."""
         unit = self._known(unit) if unit else self.name("old")
+        ready = f"/tmp/{unit}"
         # A test may give its unit a name that an earlier one gave to another.
-        ready = f"/tmp/{unit}.{secrets.token_hex(3)}"
+        self.node.run(["sh", "-c", f"rm -f {shlex.quote(ready)}.*"])
         holder = shlex.join([*prefix, HOLDER, *options])
         # The front process of a server that dies once its workers run: the workers stay where they are.
         script = "; ".join(

@@ -462,7 +462,7 @@ def test_sixteen_gpus(big: Scene, last: bool) -> None:
     assert run.outcome == ("cleaned" if last else "clean")
     assert [gpu["index"] for gpu in run.verdict["gpus"]] == list(range(16))
     assert list(run.fates) == orphans
-    assert "16 GPUs" in run.verdict["message"]
+    assert "GPUs 0-15 proved clean" in run.verdict["message"]
 
 
 def test_the_last_of_sixteen_gpus_is_not_the_second(big: Scene) -> None:

@@ -164,7 +164,8 @@ def _on_a_terminal(scene: Scene, *arguments: str) -> str:
     """What the program shows on a terminal of its own."""
     ours, terminal = pty.openpty()
     try:
-        command = scene.node.argv(["/usr/bin/gpuprestart", *arguments])
+        # It is laid out for a dumb terminal too, without colours of ours that would have to be told from a stranger's.
+        command = scene.node.argv(["env", "TERM=dumb", "/usr/bin/gpuprestart", *arguments])
         with subprocess.Popen(
             command, stdin=terminal, stdout=terminal, stderr=terminal, env=CLEAN_ENVIRONMENT, start_new_session=True
         ):
