@@ -105,7 +105,6 @@ install: man  ## Install program, manual, policy, completions, catalog, examples
 	install -D -m 644 LICENSE $(DESTDIR)$(LICENSEDIR)/LICENSE
 	install -d $(docdir)
 	install -m 644 README.md CHANGELOG.md $(docdir)
-	cd docs && find . -type f ! -path './man/*' -exec install -D -m 644 {} $(abspath $(docdir))/docs/{} \;
 	cd units && find . -type f ! -name gpuprestart.catalog -exec install -D -m 644 {} $(abspath $(docdir))/examples/{} \;
 ifneq ($(BUNDLE),)
 	cd $(BUNDLE)/modules && find . -name '*.py' -exec install -D -m 644 {} $(abspath $(libdir))/{} \;
