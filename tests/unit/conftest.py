@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +37,10 @@ def leaves_nothing_behind() -> Iterator[None]:
     opened = {number: path for number, path in _descriptors().items() if descriptors.get(number) != path}
     assert not left, f"left these children behind: {left}"
     assert not opened, f"left these descriptors open: {opened}"
+
+
+@pytest.fixture
+def shallow() -> Iterator[Path]:
+    """A folder for sockets: an address has room for 107 bytes, which the path of pytest's own folders may go beyond."""
+    with tempfile.TemporaryDirectory(prefix="gpuprestart-", dir="/tmp") as path:
+        yield Path(path)

@@ -402,16 +402,16 @@ def test_a_segment_that_somebody_has_attached_since_is_not_removed(segment: ipc.
 # MPS -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_control_socket_of_mps_on_which_nobody_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "MPS", str(tmp_path))
+def test_a_control_socket_of_mps_on_which_nobody_listens(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "MPS", str(shallow))
     assert ipc.mps_sockets() == []
-    (tmp_path / "control_privileged").write_text("no socket")
+    (shallow / "control_privileged").write_text("no socket")
     with socket.socket(socket.AF_UNIX) as daemon:
-        daemon.bind(str(tmp_path / "control"))
-        assert ipc.mps_sockets() == [f"{tmp_path}/control"]
+        daemon.bind(str(shallow / "control"))
+        assert ipc.mps_sockets() == [f"{shallow}/control"]
         daemon.listen()
         assert ipc.mps_sockets() == []
-    assert ipc.mps_sockets() == [f"{tmp_path}/control"]
+    assert ipc.mps_sockets() == [f"{shallow}/control"]
 
 
 @pytest.mark.parametrize(("text", "pid"), [("4711\n", 4711), ("", 0), ("no number", 0), (None, 0)])

@@ -63,8 +63,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    desk = Desk(tmp_path)
+def desk(shallow: Path) -> Iterator[Desk]:
+    desk = Desk(shallow)
     yield desk
     desk.close()
 
@@ -216,11 +216,11 @@ def test_notify_without_a_socket_or_a_library_is_false(monkeypatch: pytest.Monke
     assert not notify.extend_timeout(1)
 
 
-def test_notify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notify(shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("systemd.daemon")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        manager.bind(str(shallow / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(shallow / "notify"))
         assert notify.notify_status("a\nMAINPID=1 \udcff")
         assert notify.extend_timeout(5_000_000)
         assert manager.recv(4096) == b"STATUS=a MAINPID=1 \\udcff"

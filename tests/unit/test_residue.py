@@ -675,16 +675,16 @@ def test_a_segment_whose_maker_is_alive_stays(stage: Stage) -> None:
         libc.shmctl(number, 0, None)
 
 
-def test_a_socket_of_mps_is_told_and_stays(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ipc, "MPS", str(tmp_path))
-    path = tmp_path / "control"
+def test_a_socket_of_mps_is_told_and_stays(stage: Stage, shallow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "MPS", str(shallow))
+    path = shallow / "control"
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str(path))
     policy = Residue(shm="report", shm_patterns=())
     told = [Leftover("mps", str(path), 0, "kept", "is a control socket of an MPS daemon that is gone")]
     assert residue.clear(policy, stage.host, account=Account(), touch=True) == told and path.exists()
     # One in another network namespace is not seen to listen.
-    (tmp_path / ipc.MPS_PID).write_text(f"{os.getpid()}\n")
+    (shallow / ipc.MPS_PID).write_text(f"{os.getpid()}\n")
     assert residue.clear(policy, stage.host, account=Account(), touch=True) == []
 
 
