@@ -93,6 +93,7 @@ def as_json(unit: Optional[str], checks: Sequence[Check]) -> str:
                 "remedy": printable(each.remedy),
                 "file": None if each.file is None else printable(each.file),
                 "line": each.line,
+                "blind": each.blind,
             }
             for each in in_order(checks)
         ],

@@ -93,6 +93,12 @@ def heading(document: Document) -> str:
     return document.get("host") or ""
 
 
+def where(document: Document) -> str:
+    """That a command is to be typed on another machine: typed here it would stop this one's servers."""
+    name = heading(document)
+    return f" on {name}" if name else ""
+
+
 # Plain columns -------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +123,11 @@ def check(document: Document) -> str:
     helps = advice(document)
     if helps:
         width = max(len(command) for command, _ in helps)
-        lines += ["", "What would help:", *(f"  {command.ljust(width)}  # {why}" for command, why in helps)]
+        lines += [
+            "",
+            f"What would help{where(document)}:",
+            *(f"  {command.ljust(width)}  # {why}" for command, why in helps),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -22,8 +22,8 @@ SSH_FAILED, NOT_FOUND, NOT_EXECUTABLE, USAGE = 255, 127, 126, 64
 #: To tell one run, which who has its records does, in text for people. Here it is a verb of its own.
 STORY = "story"
 
-#: Lines of what was said beside an answer, of how many letters; and lines of a story.
-_MOST_SAID, _LENGTH, _MOST_LINES = 5, 200, 5000
+#: Lines of what was said beside an answer, and of how many letters; and bytes of a text that are looked at.
+_MOST_SAID, _LENGTH, _LOOKED_AT = 5, 200, 1 << 20
 
 UNKNOWN = EXIT_STATUS[Outcome.UNKNOWN]
 
@@ -48,15 +48,17 @@ def answer(
 ) -> Answer:
     """``fault`` is why there is no ``status``."""
     said = _lines(err)
-    empty = Answer(host, exit=None if status in (None, SSH_FAILED) else status, seconds=seconds)
-    if status is None or status < 0 or status == SSH_FAILED:
-        by = f"ssh was ended by signal {-status}" if status is not None and status < 0 else _ssh_s_fault(said, host)
-        return empty._replace(exit=None, fault=fault or by)
+    of = Answer(host, seconds=seconds)
+    if status is None or status == SSH_FAILED:
+        return of._replace(fault=fault or _ssh_s_fault(said, host))
+    if status < 0:
+        return of._replace(fault=f"ssh was ended by signal {-status}")
+    of = of._replace(exit=status)
     try:
         found = _story(out, status) if verb == STORY else _named(_parsed(out, verb), host)
     except _Other as other:
-        return empty._replace(fault=str(other) or _their_fault(status, _lines(out), said))
-    return empty._replace(found=found, said=tuple(said[:_MOST_SAID]))
+        return of._replace(fault=str(other) or _their_fault(status, _first_line(out), said))
+    return of._replace(found=found, said=tuple(said[:_MOST_SAID]))
 
 
 class _Other(Exception):
@@ -69,8 +71,12 @@ def interrupted(host: str, signal_name: str) -> Answer:
 
 def _lines(said: bytes) -> list[str]:
     """With something to read in each."""
-    found = said.decode("utf-8", "surrogateescape").splitlines()
+    found = said[:_LOOKED_AT].decode("utf-8", "surrogateescape").splitlines()
     return [printable(line.strip(), _LENGTH) for line in found if any(each.isalnum() for each in line)]
+
+
+def _first_line(said: bytes) -> str:
+    return printable(said[:_LOOKED_AT].decode("utf-8", "surrogateescape").strip().partition("\n")[0], _LENGTH)
 
 
 def _parsed(out: bytes, verb: str) -> Any:
@@ -116,17 +122,15 @@ def _number(text: str) -> float:
 
 
 def _story(out: bytes, status: int) -> list[str]:
-    lines = out.decode("utf-8", "surrogateescape").splitlines()
+    lines = out[:_LOOKED_AT].decode("utf-8", "surrogateescape").splitlines()
     if status or not lines:
         raise _Other
-    return [printable(line, 2000) for line in lines[:_MOST_LINES]]
+    return [printable(line, 2000) for line in lines]
 
 
 def _named(found: Any, host: str) -> Any:
     """With the machine's name, as it was typed, in each object."""
-    if isinstance(found, list):
-        return [_named(each, host) for each in found]
-    return {**found, "host": host} if isinstance(found, dict) else found
+    return [{**each, "host": host} for each in found] if isinstance(found, list) else {**found, "host": host}
 
 
 # Why there is no answer ----------------------------------------------------------------------------------------------
@@ -151,17 +155,21 @@ def _ssh_s_fault(said: Sequence[str], host: str) -> str:
     return "the connection broke, or gpuprestart was killed there (ssh ended with status 255)"
 
 
-def _their_fault(status: int, out: Sequence[str], said: Sequence[str]) -> str:
+#: What was typed here has been understood here; of an older one it is said so (argparse).
+_OLDER = ("unrecognized arguments", "invalid choice")
+
+
+def _their_fault(status: int, out: str, said: Sequence[str]) -> str:
     ours = [line for line in said if line.startswith("gpuprestart")]
     why = f" ({said[-1]})" if said else ""
     if status == NOT_FOUND:
         return f"gpuprestart is not installed there{why}"
     if status == NOT_EXECUTABLE:
         return f"gpuprestart may not be run there{why}"
-    if status == USAGE and ours:
-        return f"its gpuprestart does not take this, and may be an older one: {ours[-1]}"
+    if status == USAGE and any(sign in line for line in ours[-1:] for sign in _OLDER):
+        return f"its gpuprestart does not take this, so it may be an older one: {ours[-1]}"
     if out:
-        return f"answered something else: {out[0]}"
+        return f"answered something else: {out}"
     if not status:
         return "answered nothing"
     last = (ours or list(said) or ["it did not say why"])[-1].removeprefix("gpuprestart: ")
@@ -230,8 +238,9 @@ def csv(answers: Iterable[Answer]) -> str:
     """Used memory of each GPU with the machine's name before it; ``[N/A]`` of a machine that did not answer."""
     lines = []
     for each in answers:
-        head, *rows = as_csv(documents.document(each.found if not each.fault else {})).splitlines()
-        lines += [f"{each.host}, {row}" for row in rows] or [f"{each.host}, [N/A], [N/A]"]
+        _, *rows = as_csv(documents.document(each.found if not each.fault else {})).splitlines()
+        host = printable(each.host, 255)
+        lines += [f"{host}, {row}" for row in rows] or [f"{host}, [N/A], [N/A]"]
     return "\n".join(["host, index, memory.used [MiB]", *lines]) + "\n"
 
 
@@ -270,10 +279,10 @@ def _rank(verb: str, of: Answer) -> tuple[int, int]:
     order = list(Outcome)
     outcome = of.found.get("outcome") if verb == "check" and isinstance(of.found, dict) else None
     for place, each in enumerate(order):
-        if EXIT_STATUS[each] == status and outcome in (None, each.value):
+        if EXIT_STATUS[each] == status and outcome == each.value:
             return place, status
     if status == EX_NOINPUT:
         return order.index(Outcome.PRECONDITION), status
-    # What it says of itself does not fit how it ended.
+    # It has no outcome, or one that does not fit how it ended. What was found comes behind what could not be looked at.
     places = [place for place, each in enumerate(order) if EXIT_STATUS[each] == status]
-    return (places[0], status) if places else (order.index(Outcome.UNKNOWN), UNKNOWN)
+    return (places[-1], status) if places else (order.index(Outcome.UNKNOWN), UNKNOWN)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .commandline import Command
 
 
-#: Seconds for which a reader of standard output that does not read is waited for.
+#: Seconds for which a reader of standard output that does not read is waited for, whatever else there is to be done.
 PATIENCE = 2.0
 
 #: A pipe that polls writable takes this much without blocking (PIPE_BUF).
@@ -48,7 +48,8 @@ class Teller:
             self._record(command.verb, verdict, booted)
         if command.verb == "clean":
             if command.json:
-                self._print(report.as_json(report.document(verdict, booted=booted, verb=command.verb)) + "\n")
+                text = report.as_json(report.document(verdict, booted=booted, verb=command.verb)) + "\n"
+                show(text, out=self._out, err=self._err, waiting=False)
             return verdict.exit
         return self._show(command, verdict, report.document(verdict, booted=booted, verb=command.verb))
 
@@ -97,14 +98,18 @@ class Teller:
         _complain(line, self._err)
 
 
-def show(text: str, *, out: TextIO, err: TextIO) -> None:
-    """Print it. A reader that has gone, or a full disk, changes nothing of what was found."""
+def show(text: str, *, out: TextIO, err: TextIO, waiting: bool = True) -> None:
+    """Print it. A reader that has gone, or a full disk, changes nothing of what was found. One that does not read for
+    long, as a pager does not until somebody turns the page, is waited for unless a server waits for us.
+    """
     try:
-        write(out, text)
+        write(out, text, waiting=waiting)
     except OSError as error:
         _complain(f"gpuprestart: cannot write to standard output: {error.strerror}", err)
         # The interpreter tries once more when it ends, and would end with a status of its own.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, out.fileno())
+        os.close(null)
 
 
 def _complain(line: str, err: TextIO) -> None:
@@ -112,7 +117,7 @@ def _complain(line: str, err: TextIO) -> None:
         print(line, file=err)
 
 
-def write(out: TextIO, text: str) -> None:
+def write(out: TextIO, text: str, *, waiting: bool = False) -> None:
     """Write in pieces, so that nobody who does not read keeps a start waiting, and what the locale cannot say escaped,
     since a process may call itself anything. Raises OSError."""
     try:
@@ -127,5 +132,26 @@ def write(out: TextIO, text: str) -> None:
     until = time.monotonic() + PATIENCE
     while left:
         if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-            raise TimeoutError(errno.ETIMEDOUT, "nobody reads it")
+            if not waiting:
+                raise TimeoutError(errno.ETIMEDOUT, "nobody reads it")
+            _await(poll)
+            until = time.monotonic() + PATIENCE
         left = left[os.write(descriptor, left[:_PIECE]) :]
+
+
+def _await(poll: select.poll) -> None:
+    """Until it is read on, or until a signal comes: what is not written by then is given up, and the exit status stays
+    what it was to be."""
+    import signal
+
+    def give_up(*_: object) -> None:
+        raise InterruptedError(errno.EINTR, "a signal came before it was read")
+
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    # Where nobody wants to hear of it, it ends us or it does not, as ever.
+    before = {number: signal.signal(number, give_up) for number in numbers if callable(signal.getsignal(number))}
+    try:
+        poll.poll()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

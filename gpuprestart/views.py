@@ -179,7 +179,7 @@ def _verdict(read: Document, width: int) -> list[Any]:
     parts += [Padding(Text.assemble(("hint  ", "dim"), hint), (0, 0, 0, 2)) for hint in read["hints"]]
     helps = columns.advice(read)
     if helps:
-        parts += [Text(""), Text("What would help:", style="bold")]
+        parts += [Text(""), Text(f"What would help{columns.where(read)}:", style="bold")]
     for command, why in helps:
         # A command is never broken: it is there to be copied.
         fits = len(command) + len(why) + 6 <= width

@@ -149,6 +149,60 @@ def test_it_works_without_root_there_and_says_what_it_could_not_see(machines: Sc
     assert "only root may see who holds a GPU" in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("verb", ["check", "history", "doctor"])
+def test_without_root_there_every_verb_says_so(machines: Scene, verb: str) -> None:
+    machines.service("--open", "1", "--gpu", "1", "--mib", "900")
+    done = asked(machines, verb, "-H", "alice@gpu1", "-H", "gpu2")
+    rows = done.stdout.split("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == ["HOST", "alice@gpu1", "gpu2"]
+    exit, row, said = {
+        "check": (77, "denied", "run it as root"),
+        "history": (0, "", "gpuprestart: alice@gpu1: this may not be all, for only root"),
+        "doctor": (69, "privileges", "; not everything could be looked at"),
+    }[verb]
+    assert done.returncode == exit and rows[1].endswith(row) and said in done.stdout + done.stderr
+
+
+def test_one_run_is_told_by_the_machine_that_has_it(machines: Scene) -> None:
+    server = machines.server(gpus="0,1")
+    assert machines.start(server)
+    run = machines.verdict(server).verdict["run"]
+    there, here = asked(machines, "history", "show", run, "-H", "gpu1"), asked(machines, "history", "show", run)
+    assert (there.returncode, there.stderr) == (0, "") and there.stdout == f"gpu1:\n\n{here.stdout}"
+    (found,) = json.loads(asked(machines, "history", "show", run, "-H", "gpu1", "--json").stdout)
+    (same,) = json.loads(asked(machines, "history", "show", run, "--json").stdout)
+    assert found["answer"] == [{**same, "host": "gpu1"}]
+    done = asked(machines, "history", "show", "0" * 31, "-H", "gpu1", "-H", "down")
+    assert done.returncode == 69 and "has no verdict of a run" in done.stdout and "refused" in done.stdout
+
+
+def test_a_driver_that_does_not_answer_there_is_told_by_that_machine(machines: Scene) -> None:
+    machines.policy("[deadline]\nnvml_init = '500 ms'\n")
+    machines.gpu.ask("hang", function="nvmlInit*")
+    done = asked(machines, "check", "-H", "gpu1", "-H", "down")
+    up, down = done.stdout.split("\n\n")[0].splitlines()[1:]
+    assert done.returncode == 69 and up.endswith("unknown") and "refused" in down
+    assert "driver" in done.stdout.split("\n\n")[-1]
+
+
+def test_what_is_installed_there_may_be_older_and_a_shell_may_greet(machines: Scene) -> None:
+    """Asked for what it does not know, it says so in its own words."""
+    node = machines.node
+    old = "#!/bin/sh\necho \"gpuprestart: argument VERB: invalid choice: '$1' (choose from clean)\" >&2\nexit 64\n"
+    node.write("/home/alice/bin/gpuprestart", old, mode=0o755)
+    node.write("/home/alice/.bashrc", "echo Welcome to gpu1; PATH=$HOME/bin:$PATH\n")
+    node.write("/home/bench/.bashrc", "echo Welcome to gpu1\n")
+    node.run(["sh", "-ec", "cp -a /home/alice/.ssh /home/bench; chown -R bench /home/bench/.ssh; usermod -p '*' bench"])
+    try:
+        done = asked(machines, "status", "-H", "alice@gpu1", "-H", "bench@gpu1")
+    finally:
+        node.run(["rm", "-rf", "/home/alice/bin", "/home/alice/.bashrc", "/home/bench/.bashrc", "/home/bench/.ssh"])
+    old, greeted = done.stdout.splitlines()[1:3]
+    assert done.returncode == 69
+    assert "it may be an older one" in old and "invalid choice: 'status'" in old
+    assert greeted.startswith("bench@gpu1  8/8") and greeted.endswith("clean")
+
+
 @pytest.mark.parametrize(
     "words", [("clean", "-H", "gpu1"), ("enable", "x", "-H", "gpu1"), ("status", "--watch", "-H", "gpu1")]
 )

@@ -90,6 +90,7 @@ def test_for_programs() -> None:
             "remedy": "do this",
             "file": "/x",
             "line": 7,
+            "blind": False,
         },
         {
             "check": "long-word",
@@ -99,6 +100,7 @@ def test_for_programs() -> None:
             "remedy": "",
             "file": None,
             "line": None,
+            "blind": False,
         },
     ]
 
