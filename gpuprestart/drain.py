@@ -10,27 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Callable
 
-from .model import Reading, Wait
+from .model import Reading
 
-#: Seconds between two samples while memory is awaited. A sample takes the driver about a millisecond per GPU.
-INTERVAL = 0.1
+#: Seconds after which somebody looks up from watching memory that does not move.
+LOOK_UP = 1.0
 
-Sample = Callable[[], Mapping[str, Reading]]
+#: The memory of the GPUs: after so many seconds, or as soon as it is not what was last told.
+Watch = Callable[[float], Mapping[str, Reading]]
 
 
 def drain(
     *,
-    sample: Sample,
+    watch: Watch,
     low: Callable[[Mapping[str, Reading]], bool],
-    wait: Wait,
     clock: Callable[[], float],
     settle: float,
     until: float,
 ) -> bool:
-    """Sample until every GPU has been low for ``settle`` seconds over two samples at least; False at ``until``."""
+    """Watch until every GPU has been low for ``settle`` seconds over two samples at least; False at ``until``."""
     low_since = None
+    pause = 0.0
     while True:
-        is_low = low(sample())
+        is_low = low(watch(pause))
         now = clock()
         if not is_low:
             low_since = None
@@ -40,5 +41,6 @@ def drain(
             return True
         if now >= until:
             return False
-        pause = INTERVAL if low_since is None else max(low_since + settle - now, 0.001)
-        wait((), min(pause, until - now))
+        pause = min(LOOK_UP, until - now)
+        if low_since is not None:
+            pause = min(pause, max(low_since + settle - now, 0.001))

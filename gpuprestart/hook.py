@@ -388,7 +388,7 @@ class _Run:
             gpus=gpus,
             own=start.own,
             pids_ours=_pids_ours(policy),
-            timeout=lambda: _left(policy.deadline.nvml, deadline),
+            timeout=lambda waited: _left(policy.deadline.nvml, deadline - waited),
             foreign_claims=lambda: self._foreign_claims(start, gpus),
             keep_claims=self._checking,
             occupied=_occupied(policy.require, host),

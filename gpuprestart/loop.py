@@ -6,7 +6,7 @@ it goes to the ledger.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Optional
 
 from . import drain, evict, findings, judge, table
@@ -176,25 +176,24 @@ def _drain(policy: Policy, plan: Plan, surveyor: Surveyor, host: Neighbours, led
     readings: dict[str, Reading] = {}
     high: list[GpuState] = []
 
-    def sample() -> Mapping[str, Reading]:
+    def watch(seconds: float) -> Mapping[str, Reading]:
         """Those that were high, and once there are none left, all of them."""
         if high:
-            readings.update(surveyor.sample([state.gpu for state in high]))
-            high[:] = are_high()
+            readings.update(surveyor.watch(seconds, [state.gpu for state in high]))
+            high[:] = are_high(high)
+            seconds = 0.0
         if not high:
-            readings.update(surveyor.sample())
-            high[:] = are_high()
+            readings.update(surveyor.watch(seconds))
+            high[:] = are_high(plan.gpus)
         ledger.sampled(readings, policy)
         return readings
 
-    def are_high() -> list[GpuState]:
-        return [state for state in plan.gpus if not judge.is_low(policy, state, readings[state.gpu.uuid])]
+    def are_high(states: Iterable[GpuState]) -> list[GpuState]:
+        return [state for state in states if not judge.is_low(policy, state, readings[state.gpu.uuid])]
 
     def low(_: Mapping[str, Reading]) -> bool:
         return not (plan.awaited or plan.refused or high)
 
     with ledger.phase("drain"):
         host.say_status(findings.waiting(plan))
-        return drain.drain(
-            sample=sample, low=low, wait=host.wait, clock=clock, settle=policy.memory.settle, until=until
-        )
+        return drain.drain(watch=watch, low=low, clock=clock, settle=policy.memory.settle, until=until)

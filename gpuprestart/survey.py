@@ -36,7 +36,7 @@ class Surveyor:
         gpus: Sequence[Gpu],
         own: Optional[owners.Own],
         pids_ours: bool,
-        timeout: Callable[[], float],
+        timeout: Callable[[float], float],
         foreign_claims: Callable[[], Sequence[Claim]],
         keep_claims: bool,
         occupied: Optional[Look] = None,
@@ -52,18 +52,17 @@ class Surveyor:
         self._occupied = occupied or _nothing
         self._registry = Registry(host, own)
 
-    def sample(self, gpus: Optional[Sequence[Gpu]] = None) -> dict[str, Reading]:
-        """The selected GPUs alone, or the memory of these of them, to watch it come back. Raises DriverError."""
-        if gpus is None:
-            return self._host.driver.sample(self._gpus, self._timeout())
-        return self._host.driver.sample(gpus, self._timeout(), lists=False)
+    def watch(self, seconds: float, gpus: Optional[Sequence[Gpu]] = None) -> dict[str, Reading]:
+        """The memory of the selected GPUs, or of these of them: after so many seconds, or as soon as it is not what was
+        last told here. Raises DriverError."""
+        return self._host.driver.watch(self._gpus if gpus is None else gpus, seconds, self._timeout(seconds))
 
     def look(self, within: float = float("inf")) -> Survey:
         """Everything; ``within`` so many seconds the driver has to answer, where that is less than it may take anyway.
 
         Raises DriverError, and Refusal where a node is missing; without systemd, owners are unknown.
         """
-        readings = self._host.driver.sample(self._inventory.gpus, min(within, self._timeout()))
+        readings = self._host.driver.sample(self._inventory.gpus, min(within, self._timeout(0.0)))
         # Before anything is asked, because the child that answers is started then, in our cgroup.
         in_unit = self._unit_pids()
         kin = self._kin(in_unit)

@@ -7,6 +7,7 @@ no value of the model. host.nvml is the other side, and makes sense of the answe
 from __future__ import annotations
 
 import os
+import time
 
 # Whatever is loaded before the fork keeps the driver waiting, so here it is next to nothing.
 TYPE_CHECKING = False
@@ -22,6 +23,9 @@ FUNCTION_NOT_FOUND = 13
 ARGUMENT_VERSION_MISMATCH = 25
 UNKNOWN = 999
 
+#: Seconds between two looks at memory that is watched. One takes the driver about a millisecond per GPU.
+INTERVAL = 0.1
+
 #: nvmlDeviceGetMemoryInfo_v2 is not there before R510; these are the ways in which the driver says so.
 NO_V2 = (NOT_SUPPORTED, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, UNKNOWN)
 
@@ -36,9 +40,11 @@ class Library:
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
         self._handles: dict[str, Any] = {}
+        #: The last answer about memory that is watched.
+        self._told: dict[str, Any] = {}
 
     def __call__(self, request: tuple[Any, ...]) -> dict[str, Any]:
-        """``("init",)``, ``("sample", [uuid, …], with lists)``, ``("facts", [uuid, …], [name, …])`` or
+        """``("init",)``, ``("sample", uuids)``, ``("watch", uuids, seconds)``, ``("facts", uuids, [name, …])`` or
         ``("persistence", uuid, mode)``. A failure of the library as a whole is an answer too."""
         verb, *arguments = request
         try:
@@ -46,6 +52,8 @@ class Library:
                 return self._set_persistence(*arguments)
             if verb == "facts":
                 return self._facts(*arguments)
+            if verb == "watch":
+                return self._watch(*arguments)
             return self._init() if verb == "init" else self._sample(*arguments)
         except Exception as error:  # noqa: BLE001
             # Whatever nvidia-ml-py raises here, NVMLLibraryMismatchError and ctypes errors included, is an answer to
@@ -100,19 +108,36 @@ class Library:
             found.append({**gpu, "uuid": uuid, "name": name, "parent": gpu["uuid"], "gi": gi, "ci": ci})
         return found
 
-    def _sample(self, uuids: list[str], lists: bool) -> dict[str, Any]:
-        return {uuid: self._read(self._handles[uuid], lists) for uuid in uuids}
+    def _sample(self, uuids: list[str]) -> dict[str, Any]:
+        return {uuid: self._read(self._handles[uuid]) for uuid in uuids}
 
-    def _read(self, handle: Any, lists: bool) -> dict[str, Any]:
-        """One GPU. A lost GPU fails its own calls only, so its error stays its own."""
+    def _watch(self, uuids: list[str], seconds: float) -> dict[str, Any]:
+        """Their memory, as soon as it is not what was last told, or after so many seconds.
+
+        NVML has no event for that, so it is asked again and again; here, where nobody else has to wake up for it.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            time.sleep(max(0.0, min(INTERVAL, until - time.monotonic())))
+            readings = {uuid: self._read_memory(self._handles[uuid]) for uuid in uuids}
+            if readings != self._told or time.monotonic() >= until:
+                self._told = readings
+                return readings
+
+    def _read_memory(self, handle: Any) -> dict[str, Any]:
+        """Of one GPU. A lost GPU fails its own calls only, so its error stays its own."""
+        reading: dict[str, Any] = {"memory": None, "fault": None, "listed": [], "unlisted": None}
         try:
-            reading: dict[str, Any] = {"memory": self._memory(handle), "fault": None}
+            return {**reading, "memory": self._memory(handle)}
         except self._nvml.NVMLError as error:
-            if _code(error) != NOT_SUPPORTED or not self._integrated(handle):
-                return {"memory": None, "fault": f"memory: {_text(error)}", "listed": [], "unlisted": None}
-            reading = {"memory": None, "fault": None}
-        if not lists:
-            return {**reading, "listed": [], "unlisted": None}
+            if _code(error) == NOT_SUPPORTED and self._integrated(handle):
+                return reading
+            return {**reading, "fault": f"memory: {_text(error)}"}
+
+    def _read(self, handle: Any) -> dict[str, Any]:
+        reading = self._read_memory(handle)
+        if reading["fault"] is not None:
+            return reading
         listed: list[tuple[int, int | None, str]] = []
         unlisted = None
         for kind, call in (

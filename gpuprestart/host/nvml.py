@@ -114,28 +114,36 @@ class Driver:
                 self._inventory = Inventory(driver=driver, nvml_path=path, gpus=gpus)
         return self._inventory
 
-    def sample(self, gpus: Iterable[Gpu], timeout: float, *, lists: bool = True) -> dict[str, Reading]:
-        """A reading of each GPU by UUID, without its list of processes where that is not wanted. A GPU that failed at
-        the start has a reading that says so."""
-        reachable = [gpu for gpu in gpus if gpu.uuid and not gpu.fault]
-        answer = self._ask(("sample", [gpu.uuid for gpu in reachable], lists), timeout)
+    def sample(self, gpus: Sequence[Gpu], timeout: float) -> dict[str, Reading]:
+        """A reading of each GPU by UUID. A GPU that failed at the start has a reading that says so."""
+        return self._readings(gpus, ("sample", _reachable(gpus)), timeout)
+
+    def watch(self, gpus: Sequence[Gpu], seconds: float, timeout: float) -> dict[str, Reading]:
+        """The same without lists of processes: after ``seconds``, or as soon as memory is not what it was when this was
+        asked last. The timeout is for the time beyond."""
+        return self._readings(gpus, ("watch", _reachable(gpus), seconds), timeout, seconds)
+
+    def _readings(
+        self, gpus: Sequence[Gpu], request: tuple[Any, ...], timeout: float, seconds: float = 0.0
+    ) -> dict[str, Reading]:
+        answer = self._ask(request, timeout, seconds)
         readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
-        pid_max = _pid_max() if lists else 0
+        pid_max = _pid_max()
         with _making_sense("a query"):
-            for gpu in reachable:
-                readings[gpu.uuid] = _reading(gpu.uuid, answer[gpu.uuid], pid_max)
+            for uuid in _reachable(gpus):
+                readings[uuid] = _reading(uuid, answer[uuid], pid_max)
         return readings
 
-    def facts(self, gpus: Iterable[Gpu], names: Sequence[str], timeout: float) -> dict[Gpu, dict[str, Fact]]:
+    def facts(self, gpus: Sequence[Gpu], names: Sequence[str], timeout: float) -> dict[Gpu, dict[str, Fact]]:
         """What library.FACTS has under these names, of GPUs that are no instances. One that failed at the start is
         not asked again."""
-        known = [*gpus]
-        reachable = [gpu for gpu in known if gpu.uuid and not gpu.fault]
-        answer = self._ask(("facts", [gpu.uuid for gpu in reachable], [*names]), timeout) if reachable else {}
-        found = {gpu: dict.fromkeys(names, Fact(fault=gpu.fault or "has no UUID")) for gpu in known}
+        reachable = _reachable(gpus)
+        answer = self._ask(("facts", reachable, [*names]), timeout) if reachable else {}
+        found = {gpu: dict.fromkeys(names, Fact(fault=gpu.fault or "has no UUID")) for gpu in gpus}
         with _making_sense("a query"):
-            for gpu in reachable:
-                found[gpu] = {name: _fact(*answer[gpu.uuid][name]) for name in names}
+            for gpu in gpus:
+                if gpu.uuid in reachable:
+                    found[gpu] = {name: _fact(*answer[gpu.uuid][name]) for name in names}
         return found
 
     def set_persistence(self, gpu: Gpu, mode: int, timeout: float) -> None:
@@ -153,11 +161,12 @@ class Driver:
         self._inventory, self._late = None, 0
         self.inventory(timeout)
 
-    def _ask(self, request: tuple[Any, ...], timeout: float) -> Any:
-        """The answer to this request, behind those that may still come to earlier ones."""
+    def _ask(self, request: tuple[Any, ...], timeout: float, seconds: float = 0.0) -> Any:
+        """The answer to this request, which may take so many seconds by itself, behind those that may still come to
+        earlier ones."""
         self._child.send(request)
         self._late += 1
-        until = time.monotonic() + timeout
+        until = time.monotonic() + seconds + timeout
         while self._late:
             answer = self._receive("a query", max(0.0, until - time.monotonic()), timeout)
             self._late -= 1
@@ -182,6 +191,11 @@ class Driver:
                     remedy="install nvidia-ml-py for the system's own python3, which sees no venv" if missing else "",
                 )
         return answer
+
+
+def _reachable(gpus: Iterable[Gpu]) -> list[str]:
+    """The UUIDs by which the driver can be asked for them."""
+    return [gpu.uuid for gpu in gpus if gpu.uuid and not gpu.fault]
 
 
 @contextmanager

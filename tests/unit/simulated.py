@@ -25,6 +25,7 @@ from gpuprestart.commandline import Options
 from gpuprestart.events import Record
 from gpuprestart.faults import Died, Interrupted
 from gpuprestart.host import cgroupfs, files, nvidia, nvml, pidfd, procfs
+from gpuprestart.host.library import INTERVAL
 from gpuprestart.host.systemd import Systemd, SystemdError
 from gpuprestart.model import MIB, Process, Unit, Verdict
 from gpuprestart.neighbours import Neighbours
@@ -137,6 +138,7 @@ class World:
         self._patience = 3
         self._recent: list[State] = []
         self._lingering: list[Lingering] = []
+        self._told: dict[str, Any] = {}
         self._pidfds: dict[int, Actor] = {}
         self._descriptors, self._fresh, self._order = (itertools.count(first) for first in (100_000, FIRST + 200, 0))
         #: Stopped, and sent SIGTERM.
@@ -484,19 +486,33 @@ class World:
         if verb == "init":
             gpus = [_gpu(card) for card in self.machine.layout.cards]
             return {"driver": "570.1", "path": "/usr/lib/libnvidia-ml.so.1", "gpus": gpus}
-        self.now += SAMPLE
-        self._happen()
+        if verb == "watch":
+            return self._watch(*asked)
         self._recent = []
-        self.fire("sample")
-        self.changed()
-        uuids, lists = asked
-        answers = {uuid: self._reading(self.cards[uuid]) for uuid in uuids}
-        if not lists:
-            # Memory on its way back, by which nothing is decided but when to look at everything again.
-            return {uuid: {**said, "listed": [], "unlisted": None} for uuid, said in answers.items()}
+        answers = self._answers(*asked)
         self.given.update({uuid: {**said, "strange": self.cards[uuid].strange} for uuid, said in answers.items()})
         self.samples.append((self.now, answers))
         return answers
+
+    def _watch(self, uuids: Sequence[str], seconds: float) -> Any:
+        """Memory on its way back, by which nothing is decided but when to look at everything again."""
+        until = self.now + seconds
+        while True:
+            self.now = max(self.now, min(until, self.now + INTERVAL))
+            answers = {uuid: {**said, "listed": [], "unlisted": None} for uuid, said in self._answers(uuids).items()}
+            if answers != self._told or self.now >= until:
+                break
+        self._told = answers
+        if len(uuids) == len(self.selected):
+            self.samples.append((self.now, answers))
+        return answers
+
+    def _answers(self, uuids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        self.now += SAMPLE
+        self._happen()
+        self.fire("sample")
+        self.changed()
+        return {uuid: self._reading(self.cards[uuid]) for uuid in uuids}
 
     def _reading(self, card: Card) -> dict[str, Any]:
         if card.strange == "lost":

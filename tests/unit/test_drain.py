@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
 from gpuprestart import drain
+from gpuprestart.host.library import INTERVAL
 from gpuprestart.model import Reading
 
 from .machines import reading, uuid
@@ -20,24 +21,23 @@ class Machine:
         self.course = course
         self.samples: list[float] = []
 
-    def sample(self) -> Mapping[str, Reading]:
-        self.samples.append(self.now)
-        used = [used for since, used in self.course if since <= self.now][-1]
-        return {uuid(0): reading(used=used)}
+    def used(self) -> int:
+        return [used for since, used in self.course if since <= self.now][-1]
 
-    def wait(self, descriptors: Iterable[int], seconds: float) -> set[int]:
-        assert not list(descriptors) and seconds > 0
-        self.now += seconds
-        return set()
+    def watch(self, seconds: float) -> Mapping[str, Reading]:
+        assert seconds > 0 or not self.samples
+        until, told = self.now + seconds, self.used()
+        while self.now < until and self.used() == told:
+            self.now = min(until, self.now + INTERVAL)
+        self.samples.append(self.now)
+        return {uuid(0): reading(used=self.used())}
 
     def drain(self, settle: float = 0.5, until: float = 120.0) -> bool:
         def low(readings: Mapping[str, Reading]) -> bool:
             memory = readings[uuid(0)].memory
             return memory is not None and memory.used <= 64 << 20
 
-        return drain.drain(
-            sample=self.sample, low=low, wait=self.wait, clock=lambda: self.now, settle=settle, until=until
-        )
+        return drain.drain(watch=self.watch, low=low, clock=lambda: self.now, settle=settle, until=until)
 
 
 def test_what_is_low_must_stay_low_for_the_settle_time() -> None:
@@ -57,7 +57,7 @@ def test_two_samples_at_least(settle: float) -> None:
 def test_a_figure_that_does_not_move_says_nothing() -> None:
     machine = Machine((0, 61_440), (45, 3))
     assert machine.drain()
-    assert 45.5 <= machine.now <= 45.5 + 2 * drain.INTERVAL
+    assert 45.5 <= machine.now <= 45.5 + 2 * INTERVAL
 
 
 @pytest.mark.case("B1")

@@ -11,6 +11,7 @@ import pytest
 
 from gpuprestart import loop
 from gpuprestart.host import pidfd
+from gpuprestart.host.library import INTERVAL
 from gpuprestart.host.nvml import DriverError
 from gpuprestart.ledger import Ledger
 from gpuprestart.model import Decision, Fate, Holder, OwnerKind, Process, Reading, Survey
@@ -31,8 +32,8 @@ class Machine:
         self.ended: dict[int, float] = {}
         self.pidfds: dict[int, int] = {}
         self.looked: list[float] = []
-        #: How many GPUs each sample was of; None is all.
-        self.sampled: list[Optional[int]] = []
+        #: How many GPUs were watched each time; None is all.
+        self.watched: list[Optional[int]] = []
         #: They are others at the last moment.
         self.changed: set[int] = set()
         #: From then on the driver says nothing.
@@ -56,8 +57,11 @@ class Machine:
     def holding(self, decisions: Sequence[Decision]) -> Sequence[Decision]:
         return decisions
 
-    def sample(self, gpus: Any = None) -> dict[str, Reading]:
-        self.sampled.append(None if gpus is None else len(gpus))
+    def watch(self, seconds: float, gpus: Any = None) -> dict[str, Reading]:
+        until, told = self.now + seconds, self.used(self.now)
+        while self.now < until and self.used(self.now) == told:
+            self.now = min(until, self.now + INTERVAL)
+        self.watched.append(None if gpus is None else len(gpus))
         return {uuid(0): reading(0, self.used(self.now))}
 
     def wait(self, descriptors: Iterable[int], seconds: float) -> set[int]:
@@ -175,15 +179,15 @@ def test_memory_that_comes_back_late(begin: Begin, deadline: float, proved: bool
     assert run.machine.now >= 45 if proved else run.machine.now == pytest.approx(30.0, abs=0.2)
 
 
-def test_while_memory_alone_is_awaited_looks_grow_rare_and_samples_stay_frequent(begin: Begin) -> None:
-    """What a minute of it costs: a handful of walks over /proc, and of the GPU that is high its memory."""
+def test_while_memory_alone_is_awaited_looks_grow_rare(begin: Begin) -> None:
+    """What a minute of it costs us: a handful of walks over /proc, and an answer a second of the GPU that is high."""
     run: Run = begin(lambda now: 1523 if now < 60 else 3, lambda now: [stale()] if not run.machine.ended else [])
     assert run.clean()
     waited = [later - earlier for earlier, later in zip(run.machine.looked, run.machine.looked[1:])]
     assert len(run.machine.looked) < 12 and max(waited) <= loop.LOOK_RARELY + 0.1
-    assert 500 < run.machine.sampled.count(1) < 620
+    assert 50 < run.machine.watched.count(1) < 80
     # The end is proved on all of them.
-    assert run.machine.sampled[-2:] == [None, None] and run.machine.now < 61
+    assert run.machine.watched[-2:] == [None, None] and run.machine.now < 61
 
 
 def test_who_is_waited_for_is_looked_at_often(begin: Begin) -> None:

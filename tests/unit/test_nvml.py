@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 
 from gpuprestart.faults import Died, Silent
-from gpuprestart.host import nvml
+from gpuprestart.host import library, nvml
 from gpuprestart.host.library import FACTS, NO_V2, Library
 from gpuprestart.host.nvml import Driver, DriverError, Fact, Unanswered
 from gpuprestart.model import MIB, Gpu, Listed, Memory
@@ -158,7 +158,7 @@ class Direct:
         return self.answers.pop(0)
 
 
-def sample(fake: Nvml, gpus: Optional[Iterable[Gpu]] = None) -> dict[str, Any]:
+def sample(fake: Nvml, gpus: Optional[Sequence[Gpu]] = None) -> dict[str, Any]:
     made = driver(fake)
     found = made.inventory(1.0)
     return made.sample(found.gpus if gpus is None else gpus, 1.0)
@@ -465,15 +465,71 @@ def test_the_inventory_is_asked_for_once() -> None:
     assert child.sent == []
 
 
-def test_memory_can_be_asked_for_without_the_lists(fake: Nvml) -> None:
-    """It is asked for ten times a second while it is awaited."""
+class Course(Nvml):
+    """A GPU with this many MiB used, sample by sample, the last for ever; time goes by while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *used: int) -> None:
+        super().__init__()
+        self.used, self.now = [*used], 0.0
+        monkeypatch.setattr(library, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: Optional[int] = None) -> SimpleNamespace:
+        said = super().nvmlDeviceGetMemoryInfo(handle, version)
+        said.used = (self.used.pop(0) if len(self.used) > 1 else self.used[0]) * MIB
+        said.free = said.total - said.used - said.reserved
+        return said
+
+
+def test_memory_is_watched_without_the_lists(fake: Nvml) -> None:
     made = driver(fake)
     gpu = made.inventory(1.0).gpus[0]
     fake.lists[("Compute", 0)] = [record(10, 5)]
     fake.called.clear()
-    reading = made.sample([gpu], 1.0, lists=False)[gpu.uuid]
+    reading = made.watch([gpu], 0.0, 1.0)[gpu.uuid]
     assert fake.called == ["memory v2"] and reading.listed == ()
     assert reading == made.sample([gpu], 1.0)[gpu.uuid]._replace(listed=())
+
+
+@pytest.mark.case("B1")
+@pytest.mark.parametrize(
+    ("course", "seconds", "used", "took"),
+    [
+        ((1523, 1523), 1.0, 1523, 1.0),
+        ((1523, 1523, 1523, 3), 1.0, 3, 0.3),
+        # It was other while nobody looked. Somebody who always has news is asked no more often than others.
+        ((1523, 3), 1.0, 3, 0.1),
+        ((1523, 1524), 1.0, 1524, 0.1),
+        ((1523, 3), 0.05, 3, 0.05),
+        ((1523, 3), 0.0, 3, 0.0),
+    ],
+)
+def test_what_is_watched_is_told_as_soon_as_it_is_news(
+    monkeypatch: pytest.MonkeyPatch, course: Sequence[int], seconds: float, used: int, took: float
+) -> None:
+    fake = Course(monkeypatch, *course)
+    made = driver(fake)
+    gpus = made.inventory(1.0).gpus[:1]
+    made.watch(gpus, 0.0, 1.0)
+    memory = made.watch(gpus, seconds, 1.0)[uuid(0)].memory
+    assert memory is not None and memory.used == used * MIB
+    assert fake.now == pytest.approx(took)
+
+
+def test_what_is_watched_may_take_as_long_as_it_is_watched() -> None:
+    """The timeout is for what comes on top of that."""
+    asked: list[float] = []
+
+    class Slow(Scripted):
+        def receive(self, timeout: float) -> Any:
+            asked.append(timeout)
+            return super().receive(timeout)
+
+    child = Slow({uuid(0): {"memory": list(memory(3)), "fault": None, "listed": [], "unlisted": None}})
+    Driver(child).watch([gpu(0)], 7.0, 15.0)
+    assert child.sent == [("watch", [uuid(0)], 7.0)] and asked == [pytest.approx(22.0, abs=0.5)]
 
 
 @pytest.mark.case("C5")
@@ -481,7 +537,7 @@ def test_a_gpu_that_cannot_be_reached_is_not_asked_about() -> None:
     answer = {uuid(0): {"memory": list(memory(3)), "fault": None, "listed": [], "unlisted": None}}
     child = Scripted(answer)
     readings = Driver(child).sample([gpu(0), gpu(1, uuid="", fault="GPU is lost")], 1.0)
-    assert child.sent == [("sample", [uuid(0)], True)]
+    assert child.sent == [("sample", [uuid(0)])]
     assert (readings[""].fault, readings[uuid(0)].memory) == ("GPU is lost", memory(3))
 
 

@@ -176,6 +176,8 @@ class Scene:
         self.driver = Answers()
         self.systemd = Books()
         self.children: set[int] = set()
+        #: What the driver may take besides its timeout, each time.
+        self.waited: list[float] = []
         self.host = Neighbours(
             wait=wait,
             deafen=lambda: None,
@@ -194,6 +196,10 @@ class Scene:
             run_program=Programs(wait=wait, at_fork=lambda: None),
         )
 
+    def _timeout(self, waited: float) -> float:
+        self.waited.append(waited)
+        return 1.0
+
     def surveyor(self, own: Optional[owners.Own] = None, pids_ours: bool = True) -> Surveyor:
         return Surveyor(
             self.host,
@@ -201,7 +207,7 @@ class Scene:
             gpus=[gpu(0)],
             own=own,
             pids_ours=pids_ours,
-            timeout=lambda: 1.0,
+            timeout=self._timeout,
             foreign_claims=list,
             keep_claims=True,
         )
@@ -365,12 +371,12 @@ def test_a_driver_that_fails_is_not_hidden(stage: Scene) -> None:
     with pytest.raises(DriverError):
         stage.surveyor().look()
     with pytest.raises(DriverError):
-        stage.surveyor().sample()
+        stage.surveyor().watch(0.0)
 
 
-def test_a_sample_is_of_the_selected_gpus_alone(stage: Scene) -> None:
-    assert list(stage.surveyor().sample()) == [uuid(0)]
-    assert stage.driver.asked == [uuid(0)]
+def test_the_selected_gpus_alone_are_watched(stage: Scene) -> None:
+    assert list(stage.surveyor().watch(7.0)) == [uuid(0)]
+    assert stage.driver.asked == [uuid(0)] and stage.waited == [7.0]
 
 
 # Looking again -------------------------------------------------------------------------------------------------------
