@@ -10,10 +10,14 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
+
+import pyperf
 
 # What runs on the node is made of neighbours that import one another by their bare names, and so does the stage.
 sys.path.insert(0, str(Path(__file__).parents[1] / "node/driver"))
@@ -21,13 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "node/driver"))
 from tests.bench.scenes import Bench, Measure  # noqa: E402
 from tests.node.machine import REPOSITORY, Node, NodeError, can_boot  # noqa: E402
 
+STAGES = "stages within one process"
 RESULT = REPOSITORY / "build/bench.json"
 
 
 def main(arguments: Optional[list[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=31, help="of each command (31)")
-    parser.add_argument("--only", default="", help="scenes whose name has this in it: clean, search, dirty, waiting")
+    parser.add_argument("--only", default="", help="what has this in its name: clean, search, dirty, waiting, stages")
     parser.add_argument("--out", type=Path, default=RESULT, help="where the figures go as JSON")
     options = parser.parse_args(arguments)
     fault = can_boot()
@@ -56,12 +61,28 @@ def main(arguments: Optional[list[str]] = None) -> int:
     except (NodeError, AssertionError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
+    if options.only in STAGES:
+        measures += stages()
     measures += growth(measures)
     print(table(measures))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(document(measures), indent=1) + "\n", encoding="utf-8")
     print(f"\nAll figures: {options.out}")
     return 0
+
+
+def stages() -> list[Measure]:
+    """What pyperf finds of single stages, each in workers of its own."""
+    _say(STAGES)
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/stages.json"
+        command = [sys.executable, "-m", "tests.bench.stages", "--fast", "--quiet", "-o", file]
+        subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+        found = {each.get_name(): each.median() * 1e6 for each in pyperf.BenchmarkSuite.load(file)}
+    return [
+        Measure(STAGES, "who a process is", "µs", found["identity"], "psutil", found["identity_by_psutil"]),
+        Measure(STAGES, "the plan for 64 holders", "µs", found["plan"]),
+    ]
 
 
 def _say(text: str) -> None:
