@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .host import procfs
-
 
 def answer(request: tuple[str, Any]) -> Any:
-    """Those of procfs.slow, checkpoint.slow, executables.slow and textfile.put, by the verb a request begins with."""
+    """Those of slow.answer, checkpoint.slow, executables.slow and textfile.put, by the verb a request begins with."""
     verb, argument = request
     if verb == "file:executable":
         from .host import executables
@@ -24,7 +22,9 @@ def answer(request: tuple[str, Any]) -> Any:
         from .host import checkpoint
 
         return checkpoint.slow(request)
-    return procfs.slow(request)
+    from .host import slow
+
+    return slow.answer(request)
 
 
 #: Milliseconds between two tries to lock a file of metrics.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .host import procfs
+from .host import opened
 from .model import Wait
 from .neighbours import Ask, Neighbours
 from .registry import SLOW
@@ -55,6 +55,6 @@ def mapped(ask: Ask, devices: Collection[int], pids: Sequence[int]) -> tuple[dic
 
 def having(host: Neighbours, devices: Collection[int], pids: Sequence[int]) -> tuple[set[int], set[int]]:
     """Who has any of these devices open or mapped, and who could not be looked into."""
-    swept = procfs.sweep(devices, breathing(pids, host.wait))
+    swept = opened.sweep(devices, breathing(pids, host.wait))
     seen, blind = mapped(host.ask, devices, pids)
     return {*swept.opened, *seen}, {*swept.unreadable, *blind}

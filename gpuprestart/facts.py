@@ -19,7 +19,7 @@ from typing import Optional, Union
 from . import commandline, envfile, settings
 from .commandline import Options
 from .hookchecks import Node
-from .host import files, nvidia, procfs
+from .host import files, nvidia, opened
 from .host.journal import Journal
 from .host.locks import Denied, Notes
 from .model import Gpu
@@ -110,7 +110,7 @@ def absent_nodes(gpus: Iterable[Gpu]) -> dict[str, str]:
     found = {}
     for gpu in gpus:
         for path in nvidia.nodes(gpu.minor, gpu.gi):
-            if not gpu.fault and procfs.device_number(path) is None:
+            if not gpu.fault and opened.device_number(path) is None:
                 found[gpu.uuid] = path
     return found
 
@@ -228,7 +228,7 @@ def nodes(gpus: Optional[Iterable[Gpu]], *, strict: bool) -> tuple[Node, ...]:
     groups = _groups()
     found = []
     for path in dict.fromkeys(paths):
-        number = procfs.device_number(path)
+        number = opened.device_number(path)
         if number is not None:
             major = os.major(number)
             found.append(Node(path, number, (str(major), *groups.get(major, ()))))
@@ -253,5 +253,5 @@ def _groups() -> dict[int, list[str]]:
 
 def numbers(entries: Mapping[str, str]) -> dict[str, int]:
     """The device numbers of the entries of DeviceAllow= that are paths."""
-    known = {entry: procfs.device_number(entry) for entry in entries if entry.startswith("/")}
+    known = {entry: opened.device_number(entry) for entry in entries if entry.startswith("/")}
     return {entry: number for entry, number in known.items() if number is not None}

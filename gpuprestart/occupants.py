@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from . import crowd
-from .host import procfs, sockets
+from .host import opened, procfs, sockets
 from .neighbours import Ask
 from .policy import Require
 from .survey import UNREAD, Look
@@ -31,7 +31,7 @@ def look(require: Require, ask: Ask) -> Look:
 
 def _ports(ports: Sequence[int], pids: Sequence[int]) -> dict[str, tuple[int, ...]]:
     listening = {inode: port for inode, port in sockets.listening().items() if port in ports}
-    having = procfs.sockets_of(pids, listening) if listening else {}
+    having = opened.sockets_of(pids, listening) if listening else {}
     return {
         f"port {port}": tuple(
             sorted(pid for pid, inodes in having.items() if any(listening[each] == port for each in inodes))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Optional
 
 from . import crowd, infrastructure
-from .host import ipc, procfs
+from .host import ipc, opened, procfs
 from .host.ipc import File, Removal, Segment
 from .model import Account, Leftover, Process
 from .neighbours import Neighbours
@@ -254,7 +254,7 @@ def _users(host: Neighbours, device: int, files: Sequence[File], terms: Terms, *
     pids = procfs.pids()
     for pid in crowd.breathing(pids, host.wait):
         try:
-            having = procfs.files_of(pid, {device})
+            having = opened.files_of(pid, {device})
         except PermissionError:
             hidden.append(pid)
             continue
@@ -295,7 +295,7 @@ def _sharers(
 
 def _serving(host: Neighbours, pids: Sequence[int]) -> set[int]:
     """Which of these processes have the node of any GPU open or mapped, or do not tell."""
-    numbers = (procfs.device_number(path) for path in glob.glob(NODES))
+    numbers = (opened.device_number(path) for path in glob.glob(NODES))
     nodes = {number for number in numbers if number is not None}
     if not nodes:
         return set()

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Callable, Optional
 
 from . import claims, crowd, owners, ties
-from .host import cgroupfs, nvidia, procfs
+from .host import cgroupfs, nvidia, opened, procfs
 from .host.systemd import SystemdError
 from .model import Claim, Decision, Gpu, Holder, Inventory, Outcome, OwnerKind, Process, Reading, Refusal, Survey, Unit
 from .neighbours import Neighbours, clock
@@ -69,7 +69,7 @@ class Surveyor:
         beside = in_unit - kin
         nodes = self._nodes()
         others = [pid for pid in procfs.pids() if pid not in kin]
-        swept = procfs.sweep(nodes.all, crowd.breathing(others, self._host.wait))
+        swept = opened.sweep(nodes.all, crowd.breathing(others, self._host.wait))
         mapped, blind = crowd.mapped(self._host.ask, nodes.all, others)
         found = ties.tie(self._gpus, readings, swept.opened, mapped, nodes, pids_ours=self._pids_ours, beside=beside)
         occupied = self._occupied(others, kin)
@@ -130,7 +130,7 @@ class Surveyor:
         judged = [*decisions]
         bound = [each.holder.process.pid for each in judged if each.holder.owner.kind is not OwnerKind.OWN_PREVIOUS]
         nodes = self._nodes()
-        swept = procfs.sweep(nodes.all, bound)
+        swept = opened.sweep(nodes.all, bound)
         rest = [pid for pid in bound if not nodes.all <= swept.opened.get(pid, frozenset())]
         mapped, _ = crowd.mapped(self._host.ask, nodes.all, rest)
         found = ties.tie(self._gpus, {}, swept.opened, mapped, nodes, pids_ours=self._pids_ours)
@@ -147,7 +147,7 @@ class Surveyor:
 
     def having(self, minor: Optional[int]) -> tuple[list[int], list[int]]:
         """Who has the node of this GPU open or mapped, whoever that is, and who could not be looked into."""
-        number = procfs.device_number(f"/dev/nvidia{minor}")
+        number = opened.device_number(f"/dev/nvidia{minor}")
         found, blind = crowd.having(self._host, () if number is None else (number,), procfs.pids())
         return sorted(found), sorted(blind)
 
@@ -173,10 +173,10 @@ class Surveyor:
     def _nodes(self) -> ties.Nodes:
         """The device numbers that tell who has which selected GPU."""
         needed = {gpu.uuid: self._numbers(gpu) for gpu in self._gpus if not gpu.fault}
-        return ties.Nodes(gpus=needed, uvm=procfs.device_number("/dev/nvidia-uvm"))
+        return ties.Nodes(gpus=needed, uvm=opened.device_number("/dev/nvidia-uvm"))
 
     def _numbers(self, gpu: Gpu) -> frozenset[int]:
-        numbers = {path: procfs.device_number(path) for path in nvidia.nodes(gpu.minor, gpu.gi)}
+        numbers = {path: opened.device_number(path) for path in nvidia.nodes(gpu.minor, gpu.gi)}
         for path, number in numbers.items():
             if number is None:
                 raise Refusal(

@@ -24,7 +24,7 @@ from gpuprestart import hook, loop, settings, survey
 from gpuprestart.commandline import Options
 from gpuprestart.events import Record
 from gpuprestart.faults import Died, Interrupted
-from gpuprestart.host import cgroupfs, files, nvidia, nvml, pidfd, procfs
+from gpuprestart.host import cgroupfs, files, nvidia, nvml, opened, pidfd, procfs
 from gpuprestart.host.library import INTERVAL
 from gpuprestart.host.systemd import Systemd, SystemdError
 from gpuprestart.model import MIB, Process, Unit, Verdict
@@ -161,8 +161,10 @@ class World:
             for module in (hook, loop):
                 patch.setattr(module, "clock", lambda: self.now)
             patch.setattr(survey, "clock", self._judged)
-            for name in ("pids", "read", "lineage", "commands", "own_cgroup", "sweep", "device_number"):
+            for name in ("pids", "read", "lineage", "commands", "own_cgroup"):
                 patch.setattr(procfs, name, getattr(self, f"_{name}"))
+            for name in ("sweep", "device_number"):
+                patch.setattr(opened, name, getattr(self, f"_{name}"))
             patch.setattr(procfs, "own_pid_namespace", lambda: OURS)
             patch.setattr(procfs, "wchan", lambda pid: "uvm_spin_loop")
             patch.setattr(cgroupfs, "pids", self._in_cgroup)
@@ -408,16 +410,16 @@ class World:
     def _own_cgroup(self) -> str:
         return self.processes[US].place.path
 
-    def _sweep(self, devices: Iterable[int], candidates: Iterable[int]) -> procfs.Sweep:
+    def _sweep(self, devices: Iterable[int], candidates: Iterable[int]) -> opened.Sweep:
         self.fire("sweep")
-        wanted, opened, unreadable = frozenset(devices), {}, []
+        wanted, found, unreadable = frozenset(devices), {}, []
         for pid in candidates:
             actor = self.processes.get(pid)
             if actor is not None and actor.hides == "fds":
                 unreadable.append(pid)
             elif actor is not None and not actor.corpse and actor.fds & wanted:
-                opened[pid] = actor.fds & wanted
-        return procfs.Sweep(opened, tuple(unreadable))
+                found[pid] = actor.fds & wanted
+        return opened.Sweep(found, tuple(unreadable))
 
     def _device_number(self, path: str) -> Optional[int]:
         if path == "/dev/nvidia-uvm":

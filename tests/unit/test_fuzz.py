@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpuprestart import claims, owners, registry, selection, table
 from gpuprestart.envfile import assignments
-from gpuprestart.host import procfs
+from gpuprestart.host import procfs, slow
 from gpuprestart.host.child import Child, Questions
 from gpuprestart.model import Action, Claim, Gpu, Inventory, Owner, Refusal
 from gpuprestart.places import Places
@@ -249,7 +249,7 @@ def test_a_pattern_that_takes_for_ever_on_a_holder_cannot_be_told_to_match() -> 
     site = policy(rule("kill", cmdline="(a+)+$") + rule("spare", comm="^spare"))
     hangs = holder(1, cmdline="a" * 60 + "!", listed={0: 900})
     others = [holder(2, cmdline="b"), holder(3, cmdline="b", comm="spared"), holder(4, cmdline=None)]
-    asked = Questions(lambda: Child(answer=procfs.slow, wait=wait, at_fork=lambda: None))
+    asked = Questions(lambda: Child(answer=slow.answer, wait=wait, at_fork=lambda: None))
     machine = survey(hangs, *others)
     try:
         searched = site._replace(search=registry.searching(asked))

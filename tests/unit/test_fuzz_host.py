@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from gpuprestart import owners
 from gpuprestart.faults import Died, Silent
-from gpuprestart.host import cgroupfs, procfs
+from gpuprestart.host import cgroupfs, procfs, slow
 from gpuprestart.host.child import Child
 from gpuprestart.host.nvml import Driver, DriverError
 from gpuprestart.host.systemd import Systemd, SystemdError, seconds
@@ -122,10 +122,10 @@ def test_a_cgroup_belongs_to_a_unit_only_below_that_units_own(cgroup: str, paren
 def test_command_lines_as_they_are_and_no_longer_than_can_be_meant() -> None:
     words = ["", "a b", "a\nPRIORITY=0\n", "\udcff\udc80", "\x1b[31m", "--x=\u202e", "y" * 131_071, "never seen"]
     with python("print('ready', flush=True); input()", *words) as child:
-        seen = procfs.slow(("cmdline", child.pid))
+        seen = slow.answer(("cmdline", child.pid))
     # The interpreter, its options and the program come first.
     assert seen[5:11] == words[:6] and set(seen[11]) == {"y"} and len(seen) == 12
-    assert sum(map(len, seen)) < procfs.CMDLINE_BYTES
+    assert sum(map(len, seen)) < slow.CMDLINE_BYTES
 
 
 #: Has its command line lead to a gigabyte of memory, as anybody may (prctl(2), PR_SET_MM_MAP).
@@ -149,10 +149,10 @@ input()
 def test_a_command_line_of_a_gigabyte() -> None:
     try:
         with python(GIGABYTE) as child, within(5.0):
-            seen = procfs.slow(("cmdline", child.pid))
+            seen = slow.answer(("cmdline", child.pid))
     except AssertionError:
         pytest.skip("this kernel has no PR_SET_MM_MAP")
-    assert seen is not None and sum(map(len, seen)) <= procfs.CMDLINE_BYTES and len(seen) <= procfs.CMDLINE_WORDS
+    assert seen is not None and sum(map(len, seen)) <= slow.CMDLINE_BYTES and len(seen) <= slow.CMDLINE_WORDS
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,17 @@ def test_a_node_of_any_name_that_is_mapped(tmp_path: Path, name: str) -> None:
     number = os.fstat(file).st_rdev
     with mmap.mmap(file, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ):
         os.close(file)
-        assert procfs.slow(("maps", ([os.getpid()], [number, 1]))) == {os.getpid(): [number]}
+        assert slow.answer(("maps", ([os.getpid()], [number, 1]))) == {os.getpid(): [number]}
 
 
 def test_more_maps_than_can_be_meant_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, many = os.getpid(), procfs.slow(("maps", ([1 << 22], [])))
+    ours, many = os.getpid(), slow.answer(("maps", ([1 << 22], [])))
     assert many == {1 << 22: []}
     with python("print('ready', flush=True); input()") as child:
         with open(f"/proc/{child.pid}/maps", "rb") as file:
-            monkeypatch.setattr(procfs, "MAPS_BYTES", len(file.read()) + 1)
-        assert procfs.slow(("maps", ([child.pid, ours], []))) == {child.pid: []}
-        assert procfs.slow(("maps", ([ours, child.pid], []))) == {ours: None}
+            monkeypatch.setattr(slow, "MAPS_BYTES", len(file.read()) + 1)
+        assert slow.answer(("maps", ([child.pid, ours], []))) == {child.pid: []}
+        assert slow.answer(("maps", ([ours, child.pid], []))) == {ours: None}
 
 
 def test_cgroups_one_below_the_other_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from gpuprestart import answers
-from gpuprestart.host import ipc, procfs
+from gpuprestart.host import ipc, opened, slow
 from gpuprestart.host.ipc import Directory, File, Removal
 
 from .processes import python
@@ -155,15 +155,15 @@ def test_a_directory_that_is_a_link_is_not_opened(folder: Path) -> None:
 def test_who_has_a_file_open_is_seen(folder: Path, way: str) -> None:
     path = made(folder)
     with python(HAVING, str(path), way) as child:
-        assert inode(path) in procfs.files_of(child.pid, {path.stat().st_dev})
-        assert procfs.files_of(child.pid, {path.stat().st_dev + 1}) == frozenset()
-    assert procfs.files_of(child.pid, {path.stat().st_dev}) == frozenset()
+        assert inode(path) in opened.files_of(child.pid, {path.stat().st_dev})
+        assert opened.files_of(child.pid, {path.stat().st_dev + 1}) == frozenset()
+    assert opened.files_of(child.pid, {path.stat().st_dev}) == frozenset()
 
 
 def test_who_may_be_listed_and_not_looked_into_has_not_nothing(folder: Path) -> None:
     """So it is for root without CAP_SYS_PTRACE."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import procfs\n"
-    code += "try: procfs.files_of(int(sys.argv[2]), ())\nexcept PermissionError: print('refused')"
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import opened\n"
+    code += "try: opened.files_of(int(sys.argv[2]), ())\nexcept PermissionError: print('refused')"
     weaker = ["setpriv", "--inh-caps=-sys_ptrace", "--bounding-set=-sys_ptrace", sys.executable, "-c", code, str(ROOT)]
     other = ["setpriv", "--reuid=1234", "--clear-groups", "cat"]
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -171,7 +171,7 @@ def test_who_may_be_listed_and_not_looked_into_has_not_nothing(folder: Path) -> 
         child.stdin.write(b"here\n")
         child.stdin.flush()
         assert child.stdout.readline() == b"here\n"
-        assert procfs.files_of(child.pid, ()) == frozenset()
+        assert opened.files_of(child.pid, ()) == frozenset()
         assert subprocess.check_output([*weaker, str(child.pid)]) == b"refused\n"
         child.communicate()
 
@@ -181,7 +181,7 @@ def test_who_has_a_file_mapped_without_a_descriptor_is_seen(folder: Path, way: s
     path = made(folder)
     device, number = inode(path)
     with python(HAVING, str(path), way) as child:
-        assert procfs.files_of(child.pid, {device}) == frozenset()
+        assert opened.files_of(child.pid, {device}) == frozenset()
         assert answers.answer(("files", ([child.pid, os.getpid()], device))) == {
             child.pid: [number],
             os.getpid(): [],
@@ -197,10 +197,10 @@ def test_maps_that_are_too_long_are_asked_for_again_and_then_nobody_knows(
     device, number = inode(path)
     with python(HAVING, str(path), "mapped") as child, python(HAVING, str(path), "mapped") as other:
         length = len(Path(f"/proc/{child.pid}/maps").read_bytes())
-        monkeypatch.setattr(procfs, "MAPS_BYTES", length * 3 // 2)
-        assert procfs.slow(("files", ([child.pid, other.pid], device))) == {child.pid: [number]}
-        monkeypatch.setattr(procfs, "MAPS_BYTES", length)
-        assert procfs.slow(("files", ([child.pid], device))) == {child.pid: None}
+        monkeypatch.setattr(slow, "MAPS_BYTES", length * 3 // 2)
+        assert slow.answer(("files", ([child.pid, other.pid], device))) == {child.pid: [number]}
+        monkeypatch.setattr(slow, "MAPS_BYTES", length)
+        assert slow.answer(("files", ([child.pid], device))) == {child.pid: None}
 
 
 # Removal -------------------------------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_what_is_on_its_way_through_a_socket_is_not_removed(folder: Path) -> Non
         number = os.open(path, os.O_RDONLY)
         one.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [number]))])
         os.close(number)
-        assert inode(path) not in procfs.files_of(os.getpid(), {file.device})
+        assert inode(path) not in opened.files_of(os.getpid(), {file.device})
         assert directory.remove(file) is Removal.IN_USE and path.exists()
 
 

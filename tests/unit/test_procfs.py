@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprestart.host import procfs
+from gpuprestart.host import libc, opened, procfs, slow
 
 from .processes import PATIENCE, await_death, python, stop, wait, waiting
 
@@ -113,7 +113,7 @@ def test_a_true_zombie_is_nobody() -> None:
         child.kill()
         await_death(child.pid)
         assert procfs.read(child.pid) is None
-        assert procfs.sweep({ZERO}, [child.pid]) == procfs.Sweep(opened={}, unreadable=())
+        assert opened.sweep({ZERO}, [child.pid]) == opened.Sweep(opened={}, unreadable=())
     assert procfs.read(child.pid) is None
 
 
@@ -123,7 +123,7 @@ def test_a_zombie_leader_with_a_live_thread_is_alive_and_its_device_is_found() -
         found = procfs.read(child.pid)
         assert found is not None and found.state == "Z"
         assert os.listdir(f"/proc/{child.pid}/fd") == []
-        assert procfs.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
+        assert opened.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
 
 
 @pytest.mark.case("A12")
@@ -132,8 +132,8 @@ def test_what_a_zombie_leader_s_threads_have_mapped_is_found() -> None:
     with python(THREADS, "/dev/zero", "leaderless", "mapped") as child:
         with open(f"/proc/{child.pid}/maps", "rb") as file:
             assert file.read() == b""
-        assert procfs.sweep({ZERO}, [child.pid]).opened == {}
-        assert procfs.slow(("maps", ([child.pid], [ZERO]))) == {child.pid: [ZERO]}
+        assert opened.sweep({ZERO}, [child.pid]).opened == {}
+        assert slow.answer(("maps", ([child.pid], [ZERO]))) == {child.pid: [ZERO]}
 
 
 def test_a_process_that_vanishes_is_data() -> None:
@@ -141,7 +141,7 @@ def test_a_process_that_vanishes_is_data() -> None:
         child.kill()
     assert procfs.lineage(child.pid) == [child.pid]
     assert procfs.wchan(child.pid) == ""
-    assert procfs.sweep({ZERO}, [child.pid]) == procfs.Sweep(opened={}, unreadable=())
+    assert opened.sweep({ZERO}, [child.pid]) == opened.Sweep(opened={}, unreadable=())
     assert child.pid not in procfs.pids() and os.getpid() in procfs.pids()
 
 
@@ -193,10 +193,10 @@ def test_only_the_devices_that_were_asked_for_are_found(tmp_path: Path) -> None:
     descriptors = [master, slave, os.open("/dev/zero", os.O_RDONLY), os.open(file, os.O_RDONLY), *os.pipe()]
     try:
         terminal = os.fstat(slave).st_rdev
-        assert procfs.sweep({ZERO, terminal, 0}, [os.getpid()]).opened == {os.getpid(): {ZERO, terminal}}
-        assert procfs.sweep({terminal}, [os.getpid()]).opened == {os.getpid(): {terminal}}
-        assert procfs.sweep({os.makedev(195, 0)}, [os.getpid()]).opened == {}
-        assert procfs.device_number(os.ttyname(slave)) == terminal
+        assert opened.sweep({ZERO, terminal, 0}, [os.getpid()]).opened == {os.getpid(): {ZERO, terminal}}
+        assert opened.sweep({terminal}, [os.getpid()]).opened == {os.getpid(): {terminal}}
+        assert opened.sweep({os.makedev(195, 0)}, [os.getpid()]).opened == {}
+        assert opened.device_number(os.ttyname(slave)) == terminal
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -204,7 +204,7 @@ def test_only_the_devices_that_were_asked_for_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/dev/there/is/none", "/dev", "/etc/passwd"])
 def test_what_is_no_character_device_has_no_number(path: str) -> None:
-    assert procfs.device_number(path) is None
+    assert opened.device_number(path) is None
 
 
 @pytest.mark.case("A13")
@@ -216,19 +216,19 @@ def test_another_node_of_the_same_device_counts(tmp_path: Path) -> None:
     except PermissionError:
         pytest.skip("device nodes cannot be made and opened here")
     with python(THREADS, str(node)) as child:
-        assert procfs.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
+        assert opened.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
 
 
 @pytest.mark.parametrize("unshared", [(), ("unshared",)])
 def test_every_thread_s_table_is_looked_at(unshared: tuple[str, ...]) -> None:
     with python(THREADS, "/dev/zero", *unshared) as child:
-        assert procfs.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
+        assert opened.sweep({ZERO}, [child.pid]).opened == {child.pid: {ZERO}}
         seen_in_leader = any(os.stat(f"/proc/{child.pid}/fd/{name}").st_rdev == ZERO for name in _files(child.pid))
         assert seen_in_leader is not bool(unshared)
         thread = next(int(name) for name in os.listdir(f"/proc/{child.pid}/task") if int(name) != child.pid)
-        if procfs.kcmp_files(child.pid, child.pid) != 0:
+        if libc.kcmp_files(child.pid, child.pid) != 0:
             pytest.skip("kcmp(2) is not allowed here, so every table is looked at")
-        assert (procfs.kcmp_files(child.pid, thread) == 0) is not bool(unshared)
+        assert (libc.kcmp_files(child.pid, thread) == 0) is not bool(unshared)
 
 
 def _files(pid: int) -> list[str]:
@@ -240,9 +240,9 @@ def test_who_may_not_be_looked_into_is_counted_and_never_called_empty() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     code = (
-        "import os, sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import procfs; import ctypes;"
+        "import os, sys; sys.path.insert(0, sys.argv[1]); from gpuprestart.host import opened, procfs; import ctypes;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); pid = int(sys.argv[2]);"
-        "swept = procfs.sweep({1}, [pid]); found = procfs.read(pid);"
+        "swept = opened.sweep({1}, [pid]); found = procfs.read(pid);"
         "print(swept.unreadable == (pid,), swept.opened == {}, found.uid, found.exe, found.pid_namespace)"
     )
     root = str(Path(__file__).parents[2])
@@ -257,15 +257,15 @@ def test_who_may_not_be_looked_into_is_counted_and_never_called_empty() -> None:
 
 def test_slow_answers() -> None:
     with waiting() as child:
-        assert procfs.slow(("cmdline", child.pid)) == ["/bin/cat"]
-    assert procfs.slow(("cmdline", child.pid)) is None
-    assert procfs.slow(("user", 0)) == "root" and procfs.slow(("uid", "root")) == 0
-    assert procfs.slow(("user", 4_000_000_001)) == "" and procfs.slow(("uid", "nobody-of-that-name")) is None
+        assert slow.answer(("cmdline", child.pid)) == ["/bin/cat"]
+    assert slow.answer(("cmdline", child.pid)) is None
+    assert slow.answer(("user", 0)) == "root" and slow.answer(("uid", "root")) == 0
+    assert slow.answer(("user", 4_000_000_001)) == "" and slow.answer(("uid", "nobody-of-that-name")) is None
 
 
 def test_a_command_line_is_bounded() -> None:
     with python("print('ready', flush=True); input()", *["x"] * 2000) as child:
-        assert len(procfs.slow(("cmdline", child.pid))) == procfs.CMDLINE_WORDS
+        assert len(slow.answer(("cmdline", child.pid))) == slow.CMDLINE_WORDS
 
 
 def test_a_kernel_function_is_told_or_empty() -> None:

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import pytest
 
 from gpuprestart import judge, occupants, require
-from gpuprestart.host import procfs, sockets
+from gpuprestart.host import opened, procfs, slow, sockets
 from gpuprestart.model import MIB, Action, Holder, Outcome, OwnerKind, Plan, Survey, Unmet
 from gpuprestart.policy import Require
 from gpuprestart.story import Story
@@ -81,14 +81,14 @@ def test_a_socket_is_found_in_every_thread_s_table(unshared: tuple[str, ...]) ->
     before = sockets.listening()
     with python(SHARED, *unshared) as child:
         made = sockets.listening().keys() - before.keys()
-        having = procfs.sockets_of([child.pid, 1], made)
+        having = opened.sockets_of([child.pid, 1], made)
         assert having.keys() == {child.pid} and having[child.pid] <= made
 
 
 def test_processes_are_looked_for_by_their_command_lines() -> None:
     with python("print('ready', flush=True); input()", "look-for-me") as child:
-        assert procfs.slow(("matching", ([child.pid, 1], ["look-for-me$", "nobody-has-this"]))) == {child.pid: [0]}
-    assert procfs.slow(("matching", ([child.pid], ["."]))) == {}
+        assert slow.answer(("matching", ([child.pid, 1], ["look-for-me$", "nobody-has-this"]))) == {child.pid: [0]}
+    assert slow.answer(("matching", ([child.pid], ["."]))) == {}
 
 
 def test_of_one_whose_command_line_cannot_be_told_nothing_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_of_one_whose_command_line_cannot_be_told_nothing_is_proved(monkeypatch:
 
 def test_of_a_long_command_line_all_is_looked_at() -> None:
     with python("print('ready', flush=True); input()", *["x"] * 2000, "y" * 70_000, "look-for-me") as child:
-        assert procfs.slow(("matching", ([child.pid], ["look-for-me$"]))) == {child.pid: [0]}
+        assert slow.answer(("matching", ([child.pid], ["look-for-me$"]))) == {child.pid: [0]}
 
 
 # What becomes of them ------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, Optional
 import pytest
 
 from gpuprestart import answers, events, hook, infrastructure, residue
-from gpuprestart.host import ipc, procfs
+from gpuprestart.host import ipc, opened, procfs, slow
 from gpuprestart.host.ipc import File, Segment
 from gpuprestart.host.systemd import SystemdError
 from gpuprestart.model import MIB, Account, Leftover, Process
@@ -277,14 +277,14 @@ def test_a_descriptor_in_flight_is_had_by_somebody_who_cannot_be_seen(stage: Sta
 
 def test_one_that_may_not_be_looked_into_may_have_anything(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stage.made()
-    files_of = procfs.files_of
+    files_of = opened.files_of
 
     def refused(pid: int, devices: Any) -> frozenset[tuple[int, int]]:
         if pid in (child.pid, 1 << 30):
             raise PermissionError
         return files_of(pid, devices)
 
-    monkeypatch.setattr(procfs, "files_of", refused)
+    monkeypatch.setattr(opened, "files_of", refused)
     with waiting() as child:
         monkeypatch.setattr(procfs, "pids", lambda: [os.getpid(), child.pid])
         why = f"may be in use: PID {child.pid} may not be looked into, or does not answer"
@@ -315,7 +315,7 @@ def test_maps_that_are_told_in_parts_are_all_looked_at(stage: Stage, monkeypatch
     path = stage.made()
     with waiting() as first, python(HAVING, str(path), "mapped") as child:
         sizes = [len(Path(f"/proc/{one.pid}/maps").read_bytes()) for one in (first, child)]
-        monkeypatch.setattr(procfs, "MAPS_BYTES", max(sizes) + 1)
+        monkeypatch.setattr(slow, "MAPS_BYTES", max(sizes) + 1)
         monkeypatch.setattr(procfs, "pids", lambda: [first.pid, child.pid])
         assert stage.clear() == {} and path.exists()
 
@@ -587,7 +587,7 @@ def test_who_has_a_gpu_mapped_or_does_not_tell_may_be_a_server(
         stage.made()
         stage.host.ask = ask
         if way == "refuses":
-            monkeypatch.setattr(procfs, "sweep", lambda devices, pids: procfs.Sweep({}, tuple(pids)))
+            monkeypatch.setattr(opened, "sweep", lambda devices, pids: opened.Sweep({}, tuple(pids)))
         (told,) = stage.clear().values()
         assert told[0] == "kept" and f"[{child.pid}], which is alive" in told[1]
 

@@ -11,7 +11,7 @@ from typing import Any, Callable, Optional
 import pytest
 
 from gpuprestart import owners, survey, ties
-from gpuprestart.host import procfs
+from gpuprestart.host import opened, procfs, slow
 from gpuprestart.host.locks import Locks, Notes
 from gpuprestart.host.nvml import Driver, DriverError
 from gpuprestart.host.program import Programs
@@ -183,8 +183,8 @@ class Scene:
             deafen=lambda: None,
             driver=Driver(self.driver),
             systemd=self.systemd,
-            ask=lambda request, timeout: procfs.slow(request),
-            ask_files=lambda request, timeout: procfs.slow(request),
+            ask=lambda request, timeout: slow.answer(request),
+            ask_files=lambda request, timeout: slow.answer(request),
             children=lambda: self.children,
             write=lambda record: None,
             say_status=lambda text: None,
@@ -228,9 +228,9 @@ def in_cgroup(cgroup: str) -> Callable[[int], Optional[Process]]:
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     terminals = [os.openpty() for _ in range(2)]
     paths = [os.ttyname(slave) for _, slave in terminals]
-    number = procfs.device_number
+    number = opened.device_number
     nodes = {f"/dev/nvidia{minor}": path for minor, path in enumerate(paths)}
-    monkeypatch.setattr(procfs, "device_number", lambda path: number(nodes[path]) if path in nodes else None)
+    monkeypatch.setattr(opened, "device_number", lambda path: number(nodes[path]) if path in nodes else None)
     monkeypatch.setattr(procfs, "read", in_cgroup("/system.slice/old.service"))
     made = Scene(tmp_path, paths)
     made.systemd.known["old.service"] = unit()
@@ -346,7 +346,7 @@ def test_a_silent_systemd_makes_owners_unknown(stage: Scene) -> None:
 
 @pytest.mark.case("D1")
 def test_who_may_not_be_looked_into_is_counted(stage: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procfs, "sweep", lambda devices, pids: procfs.Sweep(opened={}, unreadable=(10, 11)))
+    monkeypatch.setattr(opened, "sweep", lambda devices, pids: opened.Sweep(opened={}, unreadable=(10, 11)))
     assert {10, 11} <= set(stage.surveyor().look().unreadable)
 
 
@@ -420,7 +420,7 @@ def test_a_suspect_that_is_not_what_it_was_seen_as_is_left_alone(
 ) -> None:
     """What a PID had open may be another's by now, such as a monitor's, which has the node and not what CUDA opens."""
     gpu_node, uvm = (os.stat(path).st_rdev for path in stage.nodes)
-    monkeypatch.setattr(procfs, "device_number", {"/dev/nvidia0": gpu_node, "/dev/nvidia-uvm": uvm}.get)
+    monkeypatch.setattr(opened, "device_number", {"/dev/nvidia0": gpu_node, "/dev/nvidia-uvm": uvm}.get)
     code = HOLDER.replace("os.open(sys.argv[1], ", "[os.open(path, ").replace(";  ", "; ")
     code = code.replace("O_NOCTTY)", "O_NOCTTY) for path in sys.argv[1:]]")
     with python(code, *stage.nodes[: 2 if opens == "both" else 1]) as child:
