@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import time
 from collections.abc import Iterable
 
 from ..faults import Interrupted
@@ -40,14 +41,19 @@ class Waiter:
         poll.register(self._read, select.POLLIN)
         for descriptor in descriptors:
             poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
-        if self._read in ready:
-            ready.discard(self._read)
+        until = time.monotonic() + seconds
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000)}
+            if self._read not in ready:
+                return ready
             caught = os.read(self._read, 64)
             if not self._deaf:
                 self._deaf = True
                 raise Interrupted(signal.Signals(caught[0]).name)
-        return ready
+            # It changes nothing any more, neither what is waited for nor for how long.
+            ready.discard(self._read)
+            if ready:
+                return ready
 
     def deafen(self) -> None:
         """From here on no signal is raised: the verdict is reached, and what is left is to tell it."""

@@ -64,9 +64,11 @@ def test_a_reader_that_is_slow_is_waited_for_unless_a_server_waits(
 
 #: Says something to nobody, with the signals of the program, and ends as it was to end.
 SAYS = """
-import sys
+import signal, sys
 from gpuprestart import telling
 from gpuprestart.host.waiter import Waiter
+# Whoever runs the tests under nohup ignores it, and so do all whom they start.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 Waiter()
 telling.PATIENCE = 0.05
 telling.show("x" * 300_000, out=sys.stdout, err=sys.stderr)

@@ -15,11 +15,9 @@ from gpuprestart.host.waiter import ENDING, Waiter
 
 from .processes import PATIENCE
 
+AWAIT_SLEEP = "until grep -q '^State:.S' /proc/$PPID/status; do :; done\n"
 #: Sends a signal to its parent as soon as that sleeps.
-SENDER = """
-until grep -q '^State:.S' /proc/$PPID/status; do :; done
-kill -TERM $PPID
-"""
+SENDER = AWAIT_SLEEP + "kill -TERM $PPID\n"
 
 
 @pytest.fixture
@@ -88,6 +86,22 @@ def test_only_the_first_signal_is_raised(waiter: Waiter) -> None:
         os.write(write, b"x")
         assert waiter([read], PATIENCE) == {read}
         assert waiter((), 0) == set()
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+@pytest.mark.case("D3")
+def test_who_is_deaf_waits_as_long_as_ever(waiter: Waiter) -> None:
+    """A child that is being ended would else be taken for one that hangs, and be left behind."""
+    waiter.deafen()
+    read, write = os.pipe()
+    try:
+        with subprocess.Popen(["/bin/sh", "-c", f"{SENDER}sleep 0.2\n{AWAIT_SLEEP}echo"], stdout=write):
+            assert waiter([read], PATIENCE) == {read}
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = time.monotonic()
+        assert waiter((), 0.05) == set() and time.monotonic() - began >= 0.05
     finally:
         os.close(read)
         os.close(write)
