@@ -61,6 +61,17 @@ def test_what_has_no_name_that_can_be_typed_has_no_command(owner: str) -> None:
     assert commands(holder(owner)) == []
 
 
+def test_a_command_says_for_whom_it_is_meant() -> None:
+    def why(owner: str) -> str:
+        found = {"exit": 75, "outcomes": ["protected"], "gpus": [], "holders": [holder(owner)]}
+        return remedies(documents.document(found))[0][1]
+
+    assert why("unit:ollama.service") == "ollama.service has it"
+    assert why("session:7:alice") == "the login session of alice has it: ask first"
+    assert why("session:7:") == "the login session of somebody has it: ask first"
+    assert why("container:docker:0123456789ab") == "that docker container has it"
+
+
 def test_what_is_stale_is_ended_by_a_start_or_by_hand() -> None:
     stale = holder("unit:old.service", "kill")
     assert commands(stale) == ["gpuprestart clean"]
@@ -80,7 +91,7 @@ def test_memory_that_nobody_holds_is_brought_back_by_a_reset() -> None:
     assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="clean") == [reset]
     # For check that only means that clean could free it.
     assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="check") == []
-    for other in (gpu(60 * MIB), gpu(None), gpu(70 * MIB, parent=UUID), gpu(70 * MIB, uuid="GPU-x; reboot")):
+    for other in (gpu(64 * MIB), gpu(None), gpu(70 * MIB, parent=UUID), gpu(70 * MIB, uuid="GPU-x; reboot")):
         assert commands(gpus=[other], outcomes=["unattributed"]) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 from rich.console import Console
@@ -103,8 +103,35 @@ def test_what_the_policy_asks_for_is_in_every_view() -> None:
 
 
 def test_a_figure_that_is_just_over_the_limit_reads_so() -> None:
-    row = columns.gpu_rows(documents.document(document(gpus=(state(0, 64 * MIB + 1),))))[0]
-    assert (row[columns.GPU.index("USED")], row[columns.GPU.index("LIMIT")]) == ("65 MiB", "64 MiB")
+    assert used_and_limit(64 * MIB + 1, 64 * MIB) == ("65 MiB", "64 MiB")
+    assert used_and_limit(64 * MIB - 1, 64 * MIB - MIB // 2) == ("64.0 MiB", "63.5 MiB")
+    assert used_and_limit(1523 * MIB, None) == ("1523 MiB", "-")
+    assert used_and_limit(None, 64 * MIB) == ("-", "64 MiB")
+
+
+def used_and_limit(used: Optional[int], limit: Optional[int]) -> tuple[str, str]:
+    gpu = {"index": 0, "used_bytes": used, "limit_bytes": limit}
+    (row,) = columns.gpu_rows(documents.document({"gpus": [gpu]}))
+    return row[columns.GPU.index("USED")], row[columns.GPU.index("LIMIT")]
+
+
+def test_what_another_machine_leaves_out_is_a_dash() -> None:
+    shown = {"pid": 7, "gpus": ["GPU-b", "GPU-a", "GPU-unknown"]}
+    gpus = [{"uuid": "GPU-a", "index": 3}, {"uuid": "GPU-b"}, {"uuid": "GPU-c", "index": 4}]
+    for time, started in ((None, 10.0), (10.0, None)):
+        found = documents.document({"time": time, "gpus": gpus, "holders": [{**shown, "started": started}]})
+        assert columns.holder_rows(found) == [["7", "-", "-", "-", "-", "3", "-", "-", "-", "-", "-"]]
+
+
+@pytest.mark.parametrize(("count", "told"), [(64, None), (65, "and 1 more"), (None, None)])
+def test_what_is_left_behind_is_counted_too(count: Optional[int], told: Optional[str]) -> None:
+    """A verdict names so many of them at most."""
+    left = Leftover("shm", "n" * 80, 5 * MIB, "kept", "would be removed")
+    found = {**document(residue=(left,) * 64), "residue_count": count}
+    lines = views.plain("check", found).splitlines()
+    assert [line for line in lines if line.endswith("more")] == ([told] if told else [])
+    # So much of a name is enough to know it by.
+    assert f" {'n' * 64} " in views.plain("check", found) and "n" * 65 not in views.plain("check", found)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +140,9 @@ def test_a_figure_that_is_just_over_the_limit_reads_so() -> None:
         (0.4, "0 s"),
         (59, "59 s"),
         (60, "1 min"),
+        (3599, "59 min 59 s"),
+        (3600, "1 h"),
+        (86_400, "1 d"),
         (61, "1 min 1 s"),
         (7260, "2 h 1 min"),
         (200_000, "2 d 7 h"),
