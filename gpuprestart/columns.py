@@ -174,8 +174,13 @@ def unmet(document: Document) -> Sequence[Document]:
 
 
 def _residue(document: Document) -> list[str]:
+    return [*columns([RESIDUE, *residue_rows(document)]), *more_residue(document)]
+
+
+def more_residue(document: Document) -> list[str]:
+    """That there is more than a verdict names."""
     more = (document["residue_count"] or 0) - len(document["residue"])
-    return columns([RESIDUE, *residue_rows(document)]) + ([f"and {more} more"] if more > 0 else [])
+    return [f"and {more} more"] if more > 0 else []
 
 
 RESIDUE = ("LEFT", "NAME", "BYTES", "FATE", "REASON")

@@ -166,8 +166,7 @@ def _residue(read: Document, width: int) -> list[Any]:
     table = _table(columns.RESIDUE)
     for row in columns.residue_rows(read):
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
-    more = (read["residue_count"] or 0) - len(read["residue"])
-    return [Text(""), table, *([Text(f"and {more} more")] if more > 0 else [])]
+    return [Text(""), table, *(Text(line) for line in columns.more_residue(read))]
 
 
 def _verdict(read: Document, width: int) -> list[Any]:

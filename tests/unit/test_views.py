@@ -197,6 +197,33 @@ def test_what_is_in_use_is_seen_as_soon_as_it_is_too_much() -> None:
     assert dirty.count("█") == 1 and clean.count("█") == 0
 
 
+def test_colours_say_at_a_glance_what_is_in_the_way() -> None:
+    green, red, bold_red, yellow = "\x1b[32m", "\x1b[31m", "\x1b[1;31m", "\x1b[33m"
+
+    def coloured(verb: str, found: dict[str, Any]) -> str:
+        console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard", _environ={})
+        with console.capture() as capture:
+            console.print(views.renderable(verb, found, 120))
+        return capture.get()
+
+    text = coloured("check", busy(holders=2))
+    assert f"{bold_red}no" in text and f"{green}yes" in text and f"{red}█" in text
+    assert f"{yellow}kill\x1b[0m" in text and f"{green}spare\x1b[0m" in text
+    assert f"{bold_red}protected (also: unknown), exit status 75" in text
+    proved = coloured("check", {**document(outcomes=(Outcome.CLEAN,)), "exit": 0})
+    assert "\x1b[1;32mclean, exit status 0" in proved
+
+
+def test_why_a_command_helps_is_beside_it_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "remedies", lambda found: [("systemctl stop a.service", "b" * 30)])
+    line = f"  systemctl stop a.service  # {'b' * 30}"
+    assert line in drawn("check", busy(), len(line))
+    assert [each.rstrip() for each in drawn("check", busy(), len(line) - 1)][-2:] == [
+        "  systemctl stop a.service",
+        f"      # {'b' * 30}",
+    ]
+
+
 def test_a_line_for_each_gpu_beside_it() -> None:
     found = busy()
     lines = drawn("status", found, 80, beside={found["gpus"][0]["uuid"]: "▁▂▃▄▅"})
