@@ -197,6 +197,92 @@ def test_what_is_in_use_is_seen_as_soon_as_it_is_too_much() -> None:
     assert dirty.count("█") == 1 and clean.count("█") == 0
 
 
+def whole() -> dict[str, Any]:
+    """Something of everything that a check can show."""
+    first, second = state(0, 1523 * MIB, fault="1523 MiB used, limit 64 MiB"), state(1, 3 * MIB)
+    monitor = decision("sh", Action.SPARE, opened=frozenset({first.gpu.uuid, second.gpu.uuid}))._replace(rule="mine")
+    return document(
+        gpus=(first, second, state(2, None)),
+        decisions=(decision(listed={first.gpu.uuid: 1520 * MIB}), monitor),
+        unmet=(Unmet("ports", "30000", "port 30000 is in use by nginx[9]", "systemctl stop nginx"),),
+        residue=(Leftover("shm", "nccl-a", 5 * MIB, "kept", "would be removed"),),
+        outcomes=(Outcome.PROTECTED, Outcome.UNKNOWN),
+    )
+
+
+#: As it is laid out in eighty columns and in a hundred and twenty.
+NARROW = """
+3 GPUs, driver 570.86
+
+GPU  IN USE           UUID              USED  RESERVED      TOTAL   LIMIT  CLEAN
+  0  █░░░░░░░░░░░░░░  GPU-00000000  1523 MiB   500 MiB  81920 MiB  64 MiB  no
+  1  ░░░░░░░░░░░░░░░  GPU-00000001     3 MiB   500 MiB  81920 MiB  64 MiB  yes
+  2  -                GPU-00000002         -         -          -       -  no
+GPU 2: GPU is lost
+
+ PID  USER   COMMAND  OWNER             STATE  GPU    MEMORY          AGE
+4711  model  python3  unit:old.service  S        0  1520 MiB  14 min 37 s
+    kill  was left behind by old.service, which is failed (evidence nvml)
+4711  model  sh       unit:old.service  S      0-1         -  14 min 37 s
+    spare  was left behind by old.service, which is failed (rule mine) (evidence
+    fd)
+not met  ports: port 30000 is in use by nginx[9]
+
+LEFT  NAME    BYTES  FATE  REASON
+shm   nccl-a  5 MiB  kept  would be removed
+
+protected (also: unknown), exit status 75: GPU 3 is held by ollama.service
+(ollama[812], 5120 MiB)
+  hint  systemctl stop ollama.service
+  hint  or choose other GPUs
+
+What would help:
+  systemctl start sglang-qwen.service
+      # its hook ends what is stale, and then it starts
+  gpuprestart clean --unit sglang-qwen.service
+      # ends what is stale now, without a start
+  nvidia-smi  # whether the driver answers anybody
+  journalctl -k --grep NVRM  # what the driver has told the kernel's log
+  gpuprestart doctor sglang-qwen.service
+      # what keeps the hook from seeing or doing what it must
+"""
+WIDE = """
+3 GPUs, driver 570.86
+
+GPU  IN USE                          UUID          NAME      USED  RESERVED      TOTAL   LIMIT  UNATTRIBUTED  CLEAN
+  0  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  GPU-00000000  H100  1523 MiB   500 MiB  81920 MiB  64 MiB      1523 MiB  no
+  1  ░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  GPU-00000001  H100     3 MiB   500 MiB  81920 MiB  64 MiB         0 MiB  yes
+  2  -                               GPU-00000002  H100         -         -          -       -             -  no
+GPU 2: GPU is lost
+
+ PID  USER   COMMAND  OWNER             STATE  GPU    MEMORY  EVIDENCE          AGE
+4711  model  python3  unit:old.service  S        0  1520 MiB  nvml      14 min 37 s
+    kill  was left behind by old.service, which is failed
+4711  model  sh       unit:old.service  S      0-1         -  fd        14 min 37 s
+    spare  was left behind by old.service, which is failed (rule mine)
+not met  ports: port 30000 is in use by nginx[9]
+
+LEFT  NAME    BYTES  FATE  REASON
+shm   nccl-a  5 MiB  kept  would be removed
+
+protected (also: unknown), exit status 75: GPU 3 is held by ollama.service (ollama[812], 5120 MiB)
+  hint  systemctl stop ollama.service
+  hint  or choose other GPUs
+
+What would help:
+  systemctl start sglang-qwen.service  # its hook ends what is stale, and then it starts
+  gpuprestart clean --unit sglang-qwen.service  # ends what is stale now, without a start
+  nvidia-smi  # whether the driver answers anybody
+  journalctl -k --grep NVRM  # what the driver has told the kernel's log
+  gpuprestart doctor sglang-qwen.service  # what keeps the hook from seeing or doing what it must
+"""
+
+
+@pytest.mark.parametrize(("width", "text"), [(80, NARROW), (120, WIDE)])
+def test_how_it_is_laid_out(width: int, text: str) -> None:
+    assert [line.rstrip() for line in drawn("check", whole(), width)] == text.strip("\n").split("\n")
+
+
 def test_colours_say_at_a_glance_what_is_in_the_way() -> None:
     green, red, bold_red, yellow = "\x1b[32m", "\x1b[31m", "\x1b[1;31m", "\x1b[33m"
 
