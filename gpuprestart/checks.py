@@ -349,7 +349,7 @@ def standing_claims(
     """``units`` are those that have a claim, as systemd has them; ``unit`` has selected these GPUs, if there is one."""
     found = []
     theirs = {claim.gpu for claim in claims.foreign(texts, selected, unit)} if unit else set()
-    standing = []
+    standing: dict[str, list[str]] = {}
     for uuid, line in sorted(texts.items()):
         claim = claims.parse(uuid, line)
         owner = units.get(claim.unit)
@@ -358,9 +358,10 @@ def standing_claims(
             remedy = f"rm {claims.FOLDER}/{uuid}"
             found.append(fault("claims", f"the claim on {uuid} cannot be read", consequence, remedy))
         elif claims.holds(claim, owner):
-            standing.append(f"{claim.unit} has {uuid[:12]}")
+            standing.setdefault(claim.unit, []).append(uuid[:12])
             if uuid in theirs:
                 consequence = f"while it is up, a start of {unit} is refused as protected"
                 remedy = f"systemctl stop {claim.unit}, or use other GPUs"
                 found.append(remark("claims", f"{claim.unit} was given {uuid}", consequence, remedy))
-    return found or [ok("claims", "; ".join(standing) or "none stands")]
+    said = "; ".join(f"{unit} has {', '.join(uuids)}" for unit, uuids in standing.items())
+    return found or [ok("claims", said or "none stands")]

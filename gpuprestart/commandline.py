@@ -147,21 +147,23 @@ def _parser() -> "argparse.ArgumentParser":
             raise SystemExit(EX_USAGE)
 
     def interval(text: str) -> float:
-        seconds = float(text)
-        if not 0.1 <= seconds <= 3600:
-            raise ValueError
-        return seconds
+        with contextlib.suppress(ValueError):
+            if 0.1 <= float(text) <= 3600:
+                return float(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time to wait between two looks (allowed: 0.1 to 3600 seconds)"
+        )
 
     def count(text: str) -> int:
-        number = int(text)
-        if number < 1:
-            raise ValueError
-        return number
+        with contextlib.suppress(ValueError):
+            if int(text) >= 1:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of runs (allowed: 1 and more)")
 
     def host(text: str) -> str:
         # ssh would take it for an option, or for no host at all.
         if not text or text.startswith("-") or any(each.isspace() for each in text):
-            raise ValueError
+            raise argparse.ArgumentTypeError(f"{text!r} is no machine (allowed: HOST or USER@HOST)")
         return text
 
     def remote(command: argparse.ArgumentParser) -> None:

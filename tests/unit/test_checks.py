@@ -266,13 +266,14 @@ def test_bypasses_that_stand_and_that_are_over() -> None:
 
 def test_claims() -> None:
     claims = {machines.uuid(number): f"unit=s{number}.service invocation=x pid=7\n" for number in range(3)}
+    claims[machines.uuid(7)] = claims[machines.uuid(0)]
     units = {
         f"s{number}.service": Unit(f"s{number}.service", "loaded", state, "", "", invocation="x")
         for number, state in enumerate(("active", "active", "inactive"))
     }
     gpus = machines.inventory(3).gpus
     assert checks.standing_claims(claims, units, None, ())[0] == checks.ok(
-        "claims", "s0.service has GPU-00000000; s1.service has GPU-00000001"
+        "claims", "s0.service has GPU-00000000, GPU-00000007; s1.service has GPU-00000001"
     )
     (theirs,) = checks.standing_claims(claims, units, "s0.service", gpus)
     assert theirs.level is Level.REMARK and "s1.service was given" in theirs.fact

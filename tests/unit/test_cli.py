@@ -61,3 +61,27 @@ def test_a_unit_in_the_wrong_place(line: str, hint: str, capsys: pytest.CaptureF
     said = capsys.readouterr().err.splitlines()[-1]
     assert caught.value.code == 64
     assert said.endswith(f"; hint: {hint}") if hint else "hint" not in said
+
+
+@pytest.mark.parametrize(
+    ("word", "allowed"),
+    [
+        *((f"--watch={text}", "0.1 to 3600 seconds") for text in ("0", "0.09", "3601", "nan", "soon")),
+        *((f"--host={text}", "HOST or USER@HOST") for text in ("", "-oProxyCommand=x", "a b", "a\n")),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_what_can(
+    word: str, allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        commandline.parse(["status", word])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert caught.value.code == 64 and said.endswith(f"(allowed: {allowed})") and said.isprintable()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "some"])
+def test_a_number_of_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        commandline.parse(["history", f"--number={text}"])
+    assert f"'{text}' is no number of runs (allowed: 1 and more)" in capsys.readouterr().err
+    assert commandline.parse(["history", "-n", "1"]).most == 1
