@@ -167,10 +167,14 @@ def _without_driver(command: Command, wait: Waiter) -> int:
         from . import remote
 
         return remote.perform(command, wait, out=sys.stdout, err=sys.stderr)
-    if command.verb in ("history", "proof"):
+    if command.verb == "history":
         from . import history
 
         return history.perform(command, out=sys.stdout, err=sys.stderr)
+    if command.verb == "proof":
+        from . import proof
+
+        return proof.perform(command, out=sys.stdout, err=sys.stderr)
     from . import administration
     from .host.systemd import Systemd
 

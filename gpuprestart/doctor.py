@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Callable, Optional, TextIO, Union
 
-from . import checks, claims, facts, hookchecks, owners, selection, service, settings, telling, unitchecks, unitlines
+from . import checks, claims, facts, hookchecks, owners, printing, selection, service, settings, unitchecks, unitlines
 from .checks import Check
 from .commandline import Command, Options
 from .faults import Interrupted
@@ -32,7 +32,7 @@ def perform(command: Command, host: Neighbours, *, out: TextIO) -> int:
         print(f"gpuprestart: {interrupted.signal_name} came before everything was looked at", file=sys.stderr)
         return EXIT_STATUS[Outcome.INTERRUPTED]
     text = checks.as_json if command.json else checks.as_text
-    telling.show(text(doctor.unit, found), out=out, err=sys.stderr)
+    printing.show(text(doctor.unit, found), out=out, err=sys.stderr)
     return checks.status(found)
 
 

@@ -1,4 +1,4 @@
-"""Earlier runs, read back from the journal: ``history`` and ``history show``; ``proof`` has a module of its own.
+"""``history`` and ``history show``: earlier runs as a table, as JSON, as a picture, and one as a story.
 
 Exit statuses: 0 also where there were no runs; 64 for a command line that cannot be meant, a time or the id of a run
 among it; 69 where the journal cannot be read, the run that was asked for is not in it or not the only one, or the
@@ -8,77 +8,33 @@ picture cannot be written.
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import Any, Literal, NamedTuple, Optional, TextIO
 
-from . import documents, events, filing, owners, past, picture, screen
+from . import documents, filing, past, picture, screen
 from .commandline import Command
 from .host import reading
 from .past import Run
+from .printing import show as say
 from .report import short
-from .telling import show as say
+from .runs import EX_UNAVAILABLE, EX_USAGE, Failed, answered, complain, newest_first, of_id, unit_named, warn_if_partial
 from .text import mib, printable
-
-EX_USAGE, EX_UNAVAILABLE = 64, 69
 
 #: So many runs, where nobody says how many.
 MOST = 20
 
-#: So many records of accounts that are not root's are looked at, for anybody can write any number of them.
-MOST_FOREIGN = 10_000
-
 #: So many records of one run are told.
 MOST_TOLD = 500
 
-ID = events.MESSAGE_IDS["verdict"]
-
-
-class Failed(Exception):
-    """What was asked for is not to be had; the text says why, ``status`` is how the program ends."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
 
 def perform(command: Command, *, out: TextIO, err: TextIO) -> int:
-    try:
-        with _interruptible():
-            return _perform(command, out=out, err=err)
-    except Failed as failure:
-        _complain(str(failure), err)
-        return failure.status
-    except reading.Unreadable as error:
-        _complain(str(error), err)
-        return EX_UNAVAILABLE
+    return answered(lambda: _history(command, out=out, err=err), err)
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """A signal ends us at once, as it ends any program that only shows something: a journal may be long."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _perform(command: Command, *, out: TextIO, err: TextIO) -> int:
-    if command.verb == "proof":
-        from . import proof
-
-        return proof.perform(command, out=out, err=err)
-    _history(command, out=out, err=err)
-    return 0
-
-
-def _history(command: Command, *, out: TextIO, err: TextIO) -> None:
+def _history(command: Command, *, out: TextIO, err: TextIO) -> int:
     unit = unit_named(command.units[0]) if command.units else None
     since = _since(command.since)
     warn_if_partial(err)
@@ -90,7 +46,7 @@ def _history(command: Command, *, out: TextIO, err: TextIO) -> None:
     if command.svg:
         _draw(runs, command.svg, out=out, err=err)
         if command.svg == "-":
-            return
+            return 0
     if command.json:
         say(json.dumps(found) + "\n", out=out, err=err)
     elif command.run:
@@ -98,7 +54,8 @@ def _history(command: Command, *, out: TextIO, err: TextIO) -> None:
     elif runs:
         show(found, out=out, err=err)
     else:
-        _complain(f"no run{f' of {unit}' if unit else ''}{' since then' if command.since else ''} in the journal", err)
+        complain(f"no run{f' of {unit}' if unit else ''}{' since then' if command.since else ''} in the journal", err)
+    return 0
 
 
 def _since(text: str) -> float:
@@ -106,66 +63,6 @@ def _since(text: str) -> float:
         return past.since(text, now=time.time()) if text else 0.0
     except ValueError as error:
         raise Failed(EX_USAGE, f"argument --since: {error}") from error
-
-
-def unit_named(name: str) -> str:
-    unit = owners.full_name(name)
-    if not owners.is_unit_name(unit):
-        raise Failed(EX_USAGE, f"{printable(name, 100)!r} is no name of a unit, such as sglang-qwen.service")
-    return unit
-
-
-def warn_if_partial(err: TextIO) -> None:
-    if not reading.is_whole():
-        who = "only root and the groups systemd-journal and adm may read all of the journal"
-        _complain(f"this may not be all, for {who}; run it as root", err)
-
-
-def _complain(text: str, err: TextIO) -> None:
-    say(f"gpuprestart: {printable(text)}\n", out=err, err=err)
-
-
-# What is found -------------------------------------------------------------------------------------------------------
-
-
-def newest_first(unit: Optional[str], *, since: float = 0.0, most: int) -> Iterator[Run]:
-    """Runs whose records may be believed, of this unit or of all."""
-    if unit:
-        ours = {"MESSAGE_ID": ID, "GPUPRESTART_UNIT": unit}
-        entries = reading.newest_first({**ours, "_UID": "0"}, {**ours, "_SYSTEMD_UNIT": unit}, since=since)
-        return islice(runs_of(entries), most)
-    # Of root's the index of the journal knows; behind them nobody's records push them out of what is looked at.
-    roots = list(islice(runs_of(reading.newest_first({"MESSAGE_ID": ID, "_UID": "0"}, since=since)), most))
-    oldest = roots[-1].at if len(roots) == most else since
-    others = islice(reading.newest_first({"MESSAGE_ID": ID}, since=oldest), MOST_FOREIGN)
-    found = [*roots, *islice((run for run in runs_of(others) if run.uid), most)]
-    return islice(sorted(found, key=lambda run: -run.at), most)
-
-
-def runs_of(entries: Iterator[reading.Entry]) -> Iterator[Run]:
-    found = (past.run(entry.fields, at=entry.at, cursor=entry.cursor) for entry in entries)
-    return (run for run in found if run is not None)
-
-
-def of_id(text: str) -> Run:
-    """The run with this id, or with the only one that begins so; its last verdict, should it have several."""
-    wanted = text.lower().replace("-", "")
-    if not wanted or len(wanted) > 32 or wanted.strip("0123456789abcdef"):
-        raise Failed(
-            EX_USAGE, f"{printable(text, 60)!r} is no id of a run, nor the beginning of one; history lists them"
-        )
-    ids = sorted(each for each in reading.values("GPUPRESTART_RUN") if each.startswith(wanted))
-    found: dict[str, Run] = {}
-    for each in ids[:MOST_FOREIGN]:
-        run = next(runs_of(reading.newest_first({"MESSAGE_ID": ID, "GPUPRESTART_RUN": each})), None)
-        if run is not None:
-            found[each] = run
-        if len(found) > 1:
-            some = ", ".join(f"{run.id[:12]}… of {run.unit or 'no unit'}" for run in found.values())
-            raise Failed(EX_UNAVAILABLE, f"more than one run begins with {wanted}: {some}; give more of it")
-    if not found:
-        raise Failed(EX_UNAVAILABLE, f"the journal has no verdict of a run {wanted}; history lists those that it has")
-    return next(iter(found.values()))
 
 
 # The picture ---------------------------------------------------------------------------------------------------------

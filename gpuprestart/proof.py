@@ -13,9 +13,9 @@ from typing import Optional, TextIO
 
 from . import past
 from .commandline import Command
-from .history import EX_UNAVAILABLE, ID, Failed, newest_first, runs_of, unit_named, warn_if_partial
 from .host import reading
-from .telling import show as say
+from .printing import show as say
+from .runs import EX_UNAVAILABLE, ID, Failed, answered, newest_first, runs_of, unit_named, warn_if_partial
 from .text import printable
 
 EX_TEMPFAIL = 75
@@ -25,7 +25,10 @@ MOST_AUDITS = 10_000
 
 
 def perform(command: Command, *, out: TextIO, err: TextIO) -> int:
-    """Print it, and return the exit status."""
+    return answered(lambda: _prove(command, out=out, err=err), err)
+
+
+def _prove(command: Command, *, out: TextIO, err: TextIO) -> int:
     unit = unit_named(command.units[0]) if command.units else None
     warn_if_partial(err)
     run = _last(unit)

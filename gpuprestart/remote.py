@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-from . import checks, columns, documents, fleet, history, past, screen, telling, views
+from . import checks, columns, documents, fleet, history, past, printing, screen, views
 from .commandline import EX_USAGE, Command
 from .faults import Interrupted
 from .fleet import Answer
@@ -106,9 +106,9 @@ def _ago(text: str, now: float) -> str:
 
 def _show(command: Command, answers: Sequence[Answer], *, out: TextIO, err: TextIO) -> None:
     if command.json:
-        telling.show(fleet.as_json(answers) + "\n", out=out, err=err)
+        printing.show(fleet.as_json(answers) + "\n", out=out, err=err)
     elif command.csv:
-        telling.show(fleet.csv(answers), out=out, err=err)
+        printing.show(fleet.csv(answers), out=out, err=err)
     else:
         verb = fleet.STORY if _is_story(command) else command.verb
         if len(answers) > 1:
@@ -126,7 +126,7 @@ def _views(verb: str, answers: Sequence[Answer], *, several: bool, out: TextIO, 
     if verb == "history":
         runs = [documents.document(run) for each in answers for run in each.found]
         if runs and several:
-            telling.show("\n", out=out, err=err)
+            printing.show("\n", out=out, err=err)
         if runs:
             history.show(sorted(runs, key=lambda run: run["time"] or 0.0), out=out, err=err)
         for each in answers:
@@ -135,7 +135,7 @@ def _views(verb: str, answers: Sequence[Answer], *, several: bool, out: TextIO, 
         return
     for place, each in enumerate(answers):
         if place or several:
-            telling.show("\n", out=out, err=err)
+            printing.show("\n", out=out, err=err)
         if verb in ("status", "check"):
             views.show(verb, each.found, out=out, err=err)
             continue
@@ -144,7 +144,7 @@ def _views(verb: str, answers: Sequence[Answer], *, several: bool, out: TextIO, 
             lines = checks.as_text(unit, checks.read(each.found), host=printable(each.host, 255)).split("\n")
         else:
             lines = each.found
-        telling.show("\n".join([f"{printable(each.host, 255)}:", "", *lines]) + "\n", out=out, err=err)
+        printing.show("\n".join([f"{printable(each.host, 255)}:", "", *lines]) + "\n", out=out, err=err)
 
 
 def _table(verb: str, answers: Sequence[Answer], *, out: TextIO, err: TextIO) -> None:
@@ -152,7 +152,7 @@ def _table(verb: str, answers: Sequence[Answer], *, out: TextIO, err: TextIO) ->
     console = screen.console(out)
     if console is None:
         lines = columns.columns([head, *(row.cells for row in rows)])
-        telling.show("\n".join(lines) + "\n", out=out, err=err)
+        printing.show("\n".join(lines) + "\n", out=out, err=err)
         return
     from rich.table import Table
     from rich.text import Text
@@ -166,8 +166,8 @@ def _table(verb: str, answers: Sequence[Answer], *, out: TextIO, err: TextIO) ->
         table.add_row(*cells, last)
     with console.capture() as capture:
         console.print(table)
-    telling.show(capture.get(), out=out, err=err)
+    printing.show(capture.get(), out=out, err=err)
 
 
 def _complain(text: str, err: TextIO) -> None:
-    telling.show(f"gpuprestart: {printable(text)}\n", out=err, err=err)
+    printing.show(f"gpuprestart: {printable(text)}\n", out=err, err=err)

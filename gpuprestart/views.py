@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional, TextIO
 
-from . import columns, documents, screen, telling
+from . import columns, documents, printing, screen
 
 Document = Mapping[str, Any]
 
@@ -29,11 +29,11 @@ def show(verb: str, document: Document, *, out: TextIO, err: TextIO) -> None:
     """``status`` or ``check`` of one machine, whose name is ``document["host"]`` where it is another one."""
     console = screen.console(out)
     if console is None:
-        telling.show(plain(verb, document), out=out, err=err)
+        printing.show(plain(verb, document), out=out, err=err)
         return
     with console.capture() as capture:
         console.print(renderable(verb, document, console.width, can_draw=screen.can_draw(out)))
-    telling.show(capture.get(), out=out, err=err)
+    printing.show(capture.get(), out=out, err=err)
 
 
 def plain(verb: str, document: Document) -> str:

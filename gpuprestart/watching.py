@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Optional, TextIO
 
-from . import documents, hook, past, report, screen, telling, views
+from . import documents, hook, past, printing, report, screen, views
 from .commandline import Command
 from .faults import Interrupted
 from .model import Outcome, Verdict
@@ -32,12 +32,12 @@ def perform(command: Command, host: Neighbours, *, out: TextIO, err: TextIO) -> 
     listening = host._replace(deafen=lambda: None)
     watch = _Watch(out)
     try:
-        telling.write(out, watch.begin())
+        printing.write(out, watch.begin())
         while True:
             verdict = hook.run(command.options, listening, checking=True)
             if verdict.outcome is Outcome.INTERRUPTED:
                 return 0
-            telling.write(out, watch.drawn(verdict))
+            printing.write(out, watch.drawn(verdict))
             host.wait((), every)
     except Interrupted:
         return 0
@@ -45,7 +45,7 @@ def perform(command: Command, host: Neighbours, *, out: TextIO, err: TextIO) -> 
         # Who has read it has gone, and so there is nobody to be told.
         return 0
     finally:
-        telling.show(watch.end(), out=out, err=err)
+        printing.show(watch.end(), out=out, err=err)
 
 
 class _Watch:

@@ -40,8 +40,8 @@ NEVER = {
 #: Modules of our own that are for what is not clean, or for people.
 ONLY_THEN = {
     "administration", "before_kill", "checks", "crowd", "doctor", "drain", "enabling", "evict", "history", "host.libc",
-    "host.opened", "host.slow", "loop", "metrics", "occupants", "redaction", "registry", "remote", "require", "reset",
-    "residue", "serverfiles", "survey", "views", "watching",
+    "host.opened", "host.slow", "loop", "metrics", "occupants", "printing", "redaction", "registry", "remote",
+    "require", "reset", "residue", "runs", "serverfiles", "survey", "views", "watching",
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,14 @@ def test_pure_modules_know_no_machine(name: str) -> None:
 def test_pure_modules_import_pure_modules_only(name: str) -> None:
     ours = {module[1:] for module in imported(name) if module.startswith(".")}
     assert ours <= {*PURE}
+
+
+def test_no_modules_import_one_another_in_a_circle() -> None:
+    ours = {f".{name.replace('/', '.')}": name for name in TREES}
+    order = [
+        *TopologicalSorter({name: {ours[each] for each in imported(name) & {*ours}} for name in TREES}).static_order()
+    ]
+    assert order.index("model") < order.index("judge") < order.index("cli")
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if name.startswith("host/")])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpuprestart import commandline, filing, history
+from gpuprestart import commandline, filing, history, proof
 
 from .test_past import document, gpu, holder
 
@@ -163,7 +163,8 @@ def test_a_long_line_of_a_story_goes_on_behind_its_time(monkeypatch: pytest.Monk
 
 def performed(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
-    status = history.perform(commandline.parse(words), out=out, err=err)
+    verb = proof if words[0] == "proof" else history
+    status = verb.perform(commandline.parse(words), out=out, err=err)
     return status, out.getvalue(), err.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""What is shown to somebody who does not read on at once, as a pager does not."""
+"""What is printed for somebody who does not read on at once, as a pager does not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO
 
 import pytest
 
-from gpuprestart import telling
+from gpuprestart import printing
 
 from .processes import PATIENCE, wait
 
@@ -41,7 +41,7 @@ def await_full(pipe: IO[bytes]) -> None:
 def test_a_reader_that_is_slow_is_waited_for_unless_a_server_waits(
     waiting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "PATIENCE", 0.05)
+    monkeypatch.setattr(printing, "PATIENCE", 0.05)
     reading, writing = os.pipe()
     found = b""
 
@@ -56,7 +56,7 @@ def test_a_reader_that_is_slow_is_waited_for_unless_a_server_waits(
     reader.start()
     err = io.StringIO()
     with open(writing, "w", encoding="utf-8") as out:
-        telling.show(TEXT, out=out, err=err, waiting=waiting)
+        printing.show(TEXT, out=out, err=err, waiting=waiting)
     reader.join()
     assert (len(found) == len(TEXT)) == waiting
     assert ("nobody reads it" in err.getvalue()) != waiting
@@ -65,13 +65,13 @@ def test_a_reader_that_is_slow_is_waited_for_unless_a_server_waits(
 #: Says something to nobody, with the signals of the program, and ends as it was to end.
 SAYS = """
 import signal, sys
-from gpuprestart import telling
+from gpuprestart import printing
 from gpuprestart.host.waiter import Waiter
 # Whoever runs the tests under nohup ignores it, and so do all whom they start.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 Waiter()
-telling.PATIENCE = 0.05
-telling.show("x" * 300_000, out=sys.stdout, err=sys.stderr)
+printing.PATIENCE = 0.05
+printing.show("x" * 300_000, out=sys.stdout, err=sys.stderr)
 sys.exit(75)
 """
 
