@@ -256,14 +256,18 @@ def _moved(points: Points) -> int:
 
 
 def _memory(canvas: Canvas, read: Mapping[str, Any], scale: Scale) -> None:
-    """A small chart for each GPU whose memory moved, one below the other on the same time; the rest is counted."""
+    """A small chart for each GPU that was not clean in the end or whose memory moved, one below the other on the same
+    time; the rest is counted."""
     curves = [(gpu, past.curve(read, number)) for number, gpu in enumerate(read["gpus"])]
     curves = [(gpu, points) for gpu, points in curves if any(used is not None for _, used in points)]
     if not curves:
         return
     moved = [each for each in curves if _moved(each[1]) >= MIB]
-    # Where nothing moved that is what there is to see, on some of them.
-    drawn = sorted(moved, key=lambda each: -_moved(each[1]))[:MOST_DRAWN] if moved else curves[:MOST_STILL]
+    # What a refusal is about comes first, and need not have moved.
+    wanted = [each for each in curves if each[0]["clean"] is False or each in moved]
+    wanted.sort(key=lambda each: (each[0]["clean"] is not False, -_moved(each[1])))
+    # Where all stayed clean and nothing moved that is what there is to see, on some of them.
+    drawn = wanted[:MOST_DRAWN] or curves[:MOST_STILL]
     drawn.sort(key=lambda each: (each[0]["index"] or 0, each[0]["uuid"] or ""))
     canvas.y += 22
     canvas.text(MARGIN, "memory in use", size=13, font_weight="bold")
@@ -277,7 +281,7 @@ def _memory(canvas: Canvas, read: Mapping[str, Any], scale: Scale) -> None:
         _chart(canvas, gpu, points, scale, height)
     rest = len(read["gpus"]) - len(drawn)
     if rest > 0:
-        undrawn = max(0, len(moved) - len(drawn))
+        undrawn = sum(each not in drawn for each in moved)
         words = [f"{_gpus_of(undrawn)} more moved, less than these"] if undrawn else []
         words += [f"{_gpus_of(rest - undrawn)} more whose memory did not move"] if rest > undrawn and moved else []
         words += [f"{_gpus_of(rest)} more whose memory did not move either"] if not moved else []

@@ -108,6 +108,29 @@ def test_those_are_drawn_that_moved_and_the_rest_is_counted(count: int, moving: 
     assert sum(each.startswith("GPU-") and len(each) > 12 for each in texts(root)) == min(count, picture.MOST_LISTED)
 
 
+@pytest.mark.parametrize(
+    ("count", "moving", "lines", "said"),
+    [
+        (8, 0, 1, "7 GPUs more whose memory did not move either"),
+        (8, 2, 3, "5 GPUs more whose memory did not move"),
+        (112, 20, 16, "5 GPUs more moved, less than these, 91 GPUs more whose memory did not move"),
+    ],
+)
+def test_a_gpu_that_is_not_clean_is_drawn_though_nothing_moved_there(
+    count: int, moving: int, lines: int, said: str
+) -> None:
+    """It is what the start was refused for."""
+    last = count - 1
+    used = [
+        [at, [(40963 if gpu == last else 900 if at < 1 and gpu < moving else 3) * MIB for gpu in range(count)]]
+        for at in (0.1, 1.0)
+    ]
+    many = [gpu(at, clean=at != last) for at in range(count)]
+    root = drawn(gpus=many, timeline={"used_bytes": used})
+    assert len(charts(root)) == lines
+    assert f"GPU {last}" in texts(root) and f"not drawn: {said}" in texts(root)
+
+
 def test_a_gpu_that_is_not_clean_is_listed_however_many_there_are() -> None:
     many = [gpu(at, clean=at != 100) for at in range(112)]
     said = texts(drawn(gpus=many, timeline={}))
