@@ -32,7 +32,7 @@ def perform(command: Command, host: Neighbours, *, out: TextIO) -> int:
         print(f"gpuprestart: {interrupted.signal_name} came before everything was looked at", file=sys.stderr)
         return EXIT_STATUS[Outcome.INTERRUPTED]
     text = checks.as_json if command.json else checks.as_text
-    printing.show(text(doctor.unit, found), out=out, err=sys.stderr)
+    printing.show(text(doctor.unit, found) + "\n", out=out, err=sys.stderr)
     return checks.status(found)
 
 

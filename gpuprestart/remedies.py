@@ -50,8 +50,10 @@ def _all(document: Document) -> Iterator[tuple[str, str]]:
         if holder["action"] in ("refuse", "wait"):
             yield from _of_owner(holder)
     if any(holder["action"] == "kill" for holder in document["holders"]):
-        yield from _of_stale(unit)
-    if "unattributed" in outcomes or ("not-freed" in outcomes and document["verb"] == "clean"):
+        yield from _of_stale(unit, alone=set(outcomes) == {"not-freed"})
+    stays = "unattributed" in outcomes or ("not-freed" in outcomes and document["verb"] == "clean")
+    # Who has the memory may be among those that could not be looked into.
+    if stays and "denied" not in outcomes:
         yield from _of_memory(document)
     if "unknown" in outcomes:
         yield "nvidia-smi", "whether the driver answers anybody"
@@ -65,29 +67,43 @@ def _all(document: Document) -> Iterator[tuple[str, str]]:
 def _of_owner(holder: Document) -> Iterator[tuple[str, str]]:
     kind, _, rest = (holder["owner"] or "").partition(":")
     unit = _named(_UNIT, rest)
+    # Who only looks, as a monitor does, has every node open.
+    has = "has it open, and may hold it" if _is_suspect(holder) else "has it"
     if kind == "unit" and unit and holder["action"] == "wait":
         yield f"systemctl kill --signal=SIGKILL {unit}", f"{unit} is stopping; this does not wait for it"
     elif kind == "unit" and unit:
-        yield f"systemctl stop {unit}", f"{unit} has it"
+        yield f"systemctl stop {unit}", f"{unit} {has}"
     elif kind == "session":
         session, _, user = rest.partition(":")
         if _named("[A-Za-z0-9]{1,32}", session):
             yield (
                 f"loginctl terminate-session {session}",
-                f"the login session of {user or 'somebody'} has it: ask first",
+                f"the login session of {user or 'somebody'} {has}: ask first",
             )
     elif kind == "container":
         engine, _, name = rest.partition(":")
         command, form = _ENGINES.get(engine, ("", ""))
         if command and _named(form, name):
-            yield f"{command} {shlex.quote(name)}", f"that {engine} container has it"
+            yield f"{command} {shlex.quote(name)}", f"that {engine} container {has}"
     elif kind == "slurm" and _named("[0-9]{1,20}", rest):
-        yield f"scancel {rest}", "that Slurm job has it"
+        yield f"scancel {rest}", f"that Slurm job {has}"
 
 
-def _of_stale(unit: str) -> Iterator[tuple[str, str]]:
+def _is_suspect(holder: Document) -> bool:
+    """Whether it was seen with the node open, and with nothing that is known to be in use."""
+    return (
+        bool(holder["evidence"])
+        and holder["bytes"] is None
+        and not holder["occupies"]
+        and "nvml" not in holder["evidence"]
+    )
+
+
+def _of_stale(unit: str, *, alone: bool) -> Iterator[tuple[str, str]]:
+    """``alone`` is where nothing else is in the way of the start."""
     if unit:
-        yield f"systemctl start {unit}", "its hook ends what is stale, and then it starts"
+        then = ", and then it starts" if alone else "; the rest may still refuse the start"
+        yield f"systemctl start {unit}", f"its hook ends what is stale{then}"
         yield f"gpuprestart clean --unit {unit}", "ends what is stale now, without a start"
     else:
         yield "gpuprestart clean", "ends what is stale now"

@@ -59,8 +59,9 @@ def select(
         return _of_unit(inventory, environment)
     if words == ("all",):
         return _all(inventory, f"all GPUs, as {place} says")
-    if not words:
-        raise names.refusal("names no GPU", "name one at least, or have it say all or unit")
+    if not words or words in (("none",), ("void",)):
+        said = f"{words[0]!r} " if words else ""
+        raise names.refusal(f"{said}names no GPU", "name one at least, or have it say all or unit")
     return Selection(_in_order(inventory, [names.gpu(word) for word in words]), f"{place} {_said(','.join(words))}")
 
 

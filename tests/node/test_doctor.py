@@ -117,7 +117,7 @@ def test_a_unit_in_which_all_is_right(scene: Scene) -> None:
 def test_for_people_what_is_wrong_comes_first(scene: Scene) -> None:
     unit = _unit(scene, ExecStartPre=f"-{HOOK}", NotifyAccess="none")
     done = scene.node.run([*DOCTOR.split(), unit], check=False)
-    lines = done.stdout.split("\n")
+    lines = done.stdout.splitlines()
     assert done.returncode == 75 and done.stderr == ""
     assert lines[0].startswith(f"FAULT   prefix            the hook's line begins with -: {FOLDER}/{unit}:4: ")
     assert lines[1].strip().startswith("systemd takes every refusal for success")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import pytest
 
-from gpuprestart import checks, hook, hookchecks, service, unitchecks, unitlines
+from gpuprestart import checks, doctor, hook, hookchecks, service, unitchecks, unitlines
 from gpuprestart.bypass import Bypass
 from gpuprestart.bypass import text as bypass_text
 from gpuprestart.checks import Check, Level
+from gpuprestart.commandline import Command
 from gpuprestart.hookchecks import Facts, Node
 from gpuprestart.model import EXIT_STATUS, Outcome, Refusal, Unit
 from gpuprestart.policy import Deadlines, Policy
@@ -103,6 +105,15 @@ def test_for_programs() -> None:
             "blind": False,
         },
     ]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_is_printed_ends_with_a_line(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    """The prompt would stand behind the last word."""
+    monkeypatch.setattr(doctor._Doctor, "everything", lambda self: [OK])
+    out = io.StringIO()
+    assert doctor.perform(Command("doctor", json=as_json), None, out=out) == 0  # type: ignore[arg-type]
+    assert out.getvalue().endswith("\n") and not out.getvalue().endswith("\n\n")
 
 
 def test_for_people_what_is_wrong_comes_first() -> None:

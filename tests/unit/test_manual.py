@@ -79,6 +79,13 @@ def test_the_synopsis_has_a_line_for_every_verb_with_its_own_options() -> None:
         assert options == (rest - OPTIONS["clean"] if "OPTION" in line else rest), verb
 
 
+def test_the_synopsis_promises_no_option_without_its_verb() -> None:
+    """Nothing but --help and --version can be typed so."""
+    with pytest.raises(SystemExit):
+        commandline.parse(["--json"])
+    assert not re.search(r"\[`\w+`\].*`--", section(PROGRAM, "SYNOPSIS"))
+
+
 @pytest.mark.parametrize("page", [PROGRAM, FORMAT], ids=PAGES)
 def test_no_option_is_named_that_is_not_there(page: str) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) <= EVERY | FOREIGN

@@ -72,6 +72,14 @@ def test_a_command_says_for_whom_it_is_meant() -> None:
     assert why("container:docker:0123456789ab") == "that docker container has it"
 
 
+def test_who_only_has_the_node_open_is_not_said_to_have_the_memory() -> None:
+    """It may be a monitor of the very person who is told to end that session."""
+    for more, has in (({"evidence": ["fd"]}, "has it open, and may hold it"), ({"evidence": ["nvml", "fd"]}, "has it")):
+        held = {**holder("session:7:alice"), **more}
+        found = {"exit": 75, "outcomes": ["unattributed"], "gpus": [], "holders": [held]}
+        assert remedies(documents.document(found))[0][1] == f"the login session of alice {has}: ask first"
+
+
 def test_what_is_stale_is_ended_by_a_start_or_by_hand() -> None:
     stale = holder("unit:old.service", "kill")
     assert commands(stale) == ["gpuprestart clean"]
@@ -79,6 +87,15 @@ def test_what_is_stale_is_ended_by_a_start_or_by_hand() -> None:
         "systemctl start sglang-qwen.service",
         "gpuprestart clean --unit sglang-qwen.service",
     ]
+
+
+def test_a_start_is_promised_only_where_nothing_else_is_in_its_way() -> None:
+    def why(*outcomes: str) -> str:
+        found = {"exit": 75, "outcomes": list(outcomes), "unit": "x.service", "holders": [holder("none", "kill")]}
+        return dict(remedies(documents.document(found)))["systemctl start x.service"]
+
+    assert why("not-freed") == "its hook ends what is stale, and then it starts"
+    assert why("not-freed", "unattributed") == "its hook ends what is stale; the rest may still refuse the start"
 
 
 def gpu(unexplained: Optional[int], **more: Any) -> dict[str, Any]:
@@ -91,6 +108,8 @@ def test_memory_that_nobody_holds_is_brought_back_by_a_reset() -> None:
     assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="clean") == [reset]
     # For check that only means that clean could free it.
     assert commands(gpus=[gpu(70 * MIB)], outcomes=["not-freed"], verb="check") == []
+    # Whoever may not look into all processes does not know that.
+    assert reset not in commands(gpus=[gpu(70 * MIB)], outcomes=["denied", "unattributed"])
     for other in (gpu(64 * MIB), gpu(None), gpu(70 * MIB, parent=UUID), gpu(70 * MIB, uuid="GPU-x; reboot")):
         assert commands(gpus=[other], outcomes=["unattributed"]) == []
 

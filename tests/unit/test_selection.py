@@ -215,6 +215,12 @@ def test_what_does_not_resolve_is_never_silently_fewer(value: str, said: str) ->
     assert said in message
 
 
+@pytest.mark.parametrize("word", ["none", "void"])
+def test_an_option_that_says_none_is_not_told_that_it_stands_beside_others(word: str) -> None:
+    message = refused(override=[word])
+    assert f"--gpus: '{word}' names no GPU (name one at least, or have it say all or unit)" in message
+
+
 def test_a_refusal_lists_what_there_is() -> None:
     with pytest.raises(Refusal) as caught:
         cuda("7")

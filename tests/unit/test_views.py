@@ -238,7 +238,7 @@ protected (also: unknown), exit status 75: GPU 3 is held by ollama.service
 
 What would help:
   systemctl start sglang-qwen.service
-      # its hook ends what is stale, and then it starts
+      # its hook ends what is stale; the rest may still refuse the start
   gpuprestart clean --unit sglang-qwen.service
       # ends what is stale now, without a start
   nvidia-smi  # whether the driver answers anybody
@@ -270,7 +270,7 @@ protected (also: unknown), exit status 75: GPU 3 is held by ollama.service (olla
   hint  or choose other GPUs
 
 What would help:
-  systemctl start sglang-qwen.service  # its hook ends what is stale, and then it starts
+  systemctl start sglang-qwen.service  # its hook ends what is stale; the rest may still refuse the start
   gpuprestart clean --unit sglang-qwen.service  # ends what is stale now, without a start
   nvidia-smi  # whether the driver answers anybody
   journalctl -k --grep NVRM  # what the driver has told the kernel's log
