@@ -111,7 +111,9 @@ def table(measures: list[Measure]) -> str:
     for each in measures:
         wanted = "" if each.most is None else f"≤ {each.most:g}"
         wanted = wanted if each.least is None else f"≥ {each.least:g} × faster"
-        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        # Nobody is to guess which of the two is divided by which.
+        times = "" if each.least is None else " × as fast"
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}{times}"
         theirs = "" if each.theirs is None else f"{each.theirs:.1f} {each.unit}"
         mark = {True: "reached", False: "NOT REACHED", None: ""}[each.reached]
         ours = f"{each.ours:.2f} {each.unit}" if each.unit != "ms" else f"{each.ours:.1f} ms"
