@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 from .claims import FOLDER, NOBODY
-from .model import Decision, Fate, GpuState, Outcome, OwnerKind, Plan, Survey
+from .model import Action, Decision, Fate, GpuState, Outcome, OwnerKind, Plan, Survey
 from .report import doubts, held, indices, usage, who
 from .story import Story
 from .text import mib, numbered
@@ -86,10 +86,12 @@ def _told(story: Story, plan: Plan) -> set[Optional[str]]:
 def _interrupted(story: Story) -> Finding:
     ended = by_us(story)
     done = f"{count(len(ended), 'stale holder')} had been ended ({_names(ended)})" if ended else "nobody had been ended"
-    where, were = (
-        (where_of(story.gpus), "was" if len(story.gpus) == 1 else "were") if story.gpus else ("the GPUs", "were")
+    # Those are named that it waited for; where all were under their limits, all had yet to stay there.
+    some = [state for state in story.gpus if not state.clean] or list(story.gpus)
+    where = where_of(some) if some else "the GPUs"
+    message = (
+        f"{story.interrupted} came before {where} {'was' if len(some) == 1 else 'were'} proved clean; {done} by then"
     )
-    message = f"{story.interrupted} came before {where} {were} proved clean; {done} by then"
     again = f"systemctl start {story.unit}" if story.unit else "start it again"
     return Finding(Outcome.INTERRUPTED, message, (f"{again}: what was not finished is done then",))
 
@@ -281,8 +283,10 @@ def _unattributed(story: Story, plan: Plan, survey: Survey, state: GpuState) -> 
         why = "this driver has only the v1 memory call, which counts what the driver reserves as used"
         hints.insert(0, f"{why}: set memory.max_used above what this GPU shows when idle (now {mib(memory.used)})")
     hints += doubts(state.reading)
-    suspects = [each for each in plan.suspects if state.gpu.uuid in each.holder.opened | each.holder.mapped]
-    hints += [f"{who(each, plan.gpus)} has the node of {state.gpu} open; it {each.reason}" for each in suspects[:8]]
+    # A reset is refused while anybody has the node open, if only a monitor that is spared.
+    spared = [each for each in plan.decisions if each.action is Action.SPARE]
+    having = [each for each in (*plan.suspects, *spared) if state.gpu.uuid in each.holder.opened | each.holder.mapped]
+    hints += [f"{who(each, plan.gpus)} has the node of {state.gpu} open; it {each.reason}" for each in having[:8]]
     return Finding(Outcome.UNATTRIBUTED, message, tuple(hints))
 
 

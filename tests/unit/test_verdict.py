@@ -13,7 +13,7 @@ from gpuprestart.model import EXIT_STATUS, Fate, Holder, Outcome, Owner, OwnerKi
 from gpuprestart.story import Story
 from gpuprestart.verdict import conclude
 
-from .machines import decision, holder, memory, owner, policy, reading, session, survey, unit, uuid
+from .machines import decision, holder, memory, owner, policy, reading, rule, session, survey, unit, uuid
 
 ACTIVE = owner(of=unit("ollama.service", "active"))
 GOING = owner(of=unit("ollama.service", "deactivating"))
@@ -22,11 +22,15 @@ STALE = holder(listed={0: 1520})
 
 
 def story(
-    *holders: Holder, used: Sequence[Optional[int]] = (3,), facts: Optional[dict[str, Any]] = None, **changes: Any
+    *holders: Holder,
+    used: Sequence[Optional[int]] = (3,),
+    facts: Optional[dict[str, Any]] = None,
+    rules: str = "",
+    **changes: Any,
 ) -> Story:
     """A run that ended with this machine; ``facts`` change the last survey, ``changes`` the story."""
     machine = survey(*holders, used=used)._replace(**(facts or {}))
-    plan = judge.plan(policy(), machine, History())
+    plan = judge.plan(policy(rules), machine, History())
     told = Story(run="0123", time=0.0, unit="sglang.service", duration=30.4, plan=plan, survey=machine)
     return told._replace(seen=plan.decisions)._replace(**changes)
 
@@ -66,6 +70,15 @@ def test_a_refusal_is_told_in_its_own_words(outcome: Outcome) -> None:
     found = conclude(Story(run="0123", time=0.0, refusal=refusal))
     assert (found.outcomes, found.exit) == ((outcome,), EXIT_STATUS[outcome])
     assert (found.message, found.hints) == ("so it is", ("do this", "or that"))
+
+
+def test_interrupted_names_the_gpus_that_were_waited_for() -> None:
+    found = verdict(interrupted="SIGTERM", used=(3, 1523, 3))
+    assert found.message.startswith("SIGTERM came before GPU 1 (1523 MiB used, limit 64 MiB) was proved clean; ")
+    found = verdict(interrupted="SIGTERM", used=(3, 3, 3))
+    assert found.message.startswith(
+        "SIGTERM came before GPUs 0-2 (at most 3 MiB used, limit 64 MiB) were proved clean; "
+    )
 
 
 @pytest.mark.case("D3")
@@ -257,6 +270,17 @@ def test_unattributed_names_dead_pids_and_live_suspects() -> None:
     assert "NVML still lists PID 812345, which is in no /proc" in found.message
     assert f"nvidia-smi --gpu-reset -i {uuid(0)}" in found.hints[0] and "reboot" in found.hints[0]
     assert any("python3[4711]" in hint and "has the node of GPU 0 open" in hint for hint in found.hints)
+
+
+def test_unattributed_names_whom_a_reset_would_be_refused_for() -> None:
+    """A monitor that is spared, with memory on another GPU, has every node open."""
+    monitor = holder(of=ACTIVE, listed={1: 300}, opened=(0, 1))
+    found = verdict(monitor, used=(540, 303), rules=rule("spare", unit="ollama"))
+    assert found.outcome is Outcome.UNATTRIBUTED
+    assert [hint for hint in found.hints if "has the node of GPU 0 open" in hint] == [
+        "python3[4711] of ollama.service (user model, 300 MiB) has the node of GPU 0 open; "
+        "it matches the rule 'spare it'"
+    ]
 
 
 @pytest.mark.case("C1")
