@@ -26,7 +26,9 @@ def show(text: str, *, out: TextIO, err: TextIO, waiting: bool = True) -> None:
     try:
         write(out, text, waiting=waiting)
     except OSError as error:
-        complain(f"gpuprestart: cannot write to standard output: {error.strerror}", err)
+        # Whoever has gone, as head(1) does, has what it wanted.
+        if error.errno != errno.EPIPE:
+            complain(f"gpuprestart: cannot write to standard output: {error.strerror}", err)
         # The interpreter tries once more when it ends, and would end with a status of its own.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, out.fileno())

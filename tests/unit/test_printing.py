@@ -89,3 +89,20 @@ def test_a_signal_ends_the_waiting_and_changes_no_status(number: signal.Signals)
             assert process.wait(PATIENCE) == 75
         finally:
             process.kill()
+
+
+def test_a_reader_that_has_gone_is_nothing_to_complain_of() -> None:
+    """As of head(1), which the documents recommend."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    err = io.StringIO()
+    with open(writing, "w", encoding="utf-8") as out:
+        printing.show("line\n" * 5000, out=out, err=err)
+    assert err.getvalue() == ""
+
+
+def test_a_disk_that_is_full_is() -> None:
+    err = io.StringIO()
+    with open("/dev/full", "w", encoding="utf-8") as out:
+        printing.show("line\n", out=out, err=err)
+    assert err.getvalue() == "gpuprestart: cannot write to standard output: No space left on device\n"
