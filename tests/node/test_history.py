@@ -270,7 +270,9 @@ def test_a_server_can_say_of_itself_what_it_likes_and_proves_nothing_by_it(scene
     """Its records are listed and marked. Those of its start that root wrote stand."""
     unit = scene.name("liar")
     path = f"/tmp/{unit}.json"
-    server = f'/bin/sh -c "python3 -c \\"{SEND}\\" < {path}; touch /tmp/{unit}.said; exec sleep 1000"'
+    # It stays, because journald asks the kernel whose a record is when it comes to read it.
+    stays = f"{SEND}; import signal; open('/tmp/{unit}.said', 'w').close(); signal.pause()"
+    server = f'/bin/sh -c "exec python3 -c \\"{stays}\\" < {path}"'
     scene.server(unit, gpus="0", server=server.replace("%", "%%"), more="PrivateTmp=no")
     scene.node.write(path, json.dumps(forged(unit, hints=7, time="soon", timeline=[[[]]], driver="\x1b[31m")))
     scene.gpu.ask("leak", gpu=0, mib=900)
