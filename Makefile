@@ -61,7 +61,7 @@ soak: setup  ## Try the properties at length and 1000 starts in a row; an hour a
 	$(VENV)/bin/python -m tests.node.soak
 
 .PHONY: bench
-bench: setup  ## Measure it beside what people use today, in ratios (about ten minutes)
+bench: setup  ## Measure it beside what people use today, in ratios (about eight minutes)
 	$(VENV)/bin/python -m tests.bench
 
 .PHONY: documents

@@ -46,7 +46,8 @@ def remedies(document: Document) -> list[tuple[str, str]]:
 
 def _all(document: Document) -> Iterator[tuple[str, str]]:
     outcomes, unit = document["outcomes"], _named(_UNIT, document["unit"])
-    for holder in document["holders"]:
+    # Who only has a node open may be a monitor, and is disturbed last.
+    for holder in sorted(document["holders"], key=_is_suspect):
         if holder["action"] in ("refuse", "wait"):
             yield from _of_owner(holder)
     if any(holder["action"] == "kill" for holder in document["holders"]):
@@ -58,7 +59,9 @@ def _all(document: Document) -> Iterator[tuple[str, str]]:
     if "unknown" in outcomes:
         yield "nvidia-smi", "whether the driver answers anybody"
         yield "journalctl -k --grep NVRM", "what the driver has told the kernel's log"
-    if "config" in outcomes or "denied" in outcomes or "unknown" in outcomes:
+    # What was typed wrong is corrected where it was typed, and doctor knows nothing of it.
+    typed = (document["message"] or "").startswith("--")
+    if ("config" in outcomes and not typed) or "denied" in outcomes or "unknown" in outcomes:
         yield f"gpuprestart doctor {unit}".rstrip(), "what keeps the hook from seeing or doing what it must"
     if unit and document["outcome"] in _BYPASSABLE:
         yield f"gpuprestart bypass {unit}", "lets its next start pass unproved, once, if you know better"
@@ -114,7 +117,10 @@ def _of_memory(document: Document) -> Iterator[tuple[str, str]]:
         unexplained, limit = gpu["unattributed_bytes"], gpu["limit_bytes"]
         uuid = _named(_GPU, gpu["uuid"])
         if uuid and not gpu["parent"] and unexplained is not None and limit is not None and unexplained > limit:
-            yield f"nvidia-smi --gpu-reset -i {uuid}", "nobody holds its memory; once nothing else uses that GPU"
+            yield (
+                f"nvidia-smi --gpu-reset -i {uuid}",
+                "nobody holds its memory: if it is not back in a minute, once nothing uses that GPU",
+            )
 
 
 def _named(form: str, name: Any) -> str:

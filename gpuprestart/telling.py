@@ -78,7 +78,8 @@ class Teller:
         if not verdict.gpus:
             self._complain(report.sentence(verdict))
         elif os.geteuid() != 0:
-            self._complain("gpuprestart: this is not all, for only root may see who holds a GPU; run it as root")
+            why = "what clean would do may be otherwise, for only root may see who holds a GPU; run it as root"
+            self._complain(f"gpuprestart: this is not all, and {why}")
         unmeasured = not verdict.gpus or any(state.unknown for state in verdict.gpus)
         return EXIT_STATUS[Outcome.UNKNOWN] if unmeasured else 0
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Optional, TextIO
 
 from . import columns, documents, printing, screen
+from .text import mib
 
 Document = Mapping[str, Any]
 
@@ -92,12 +93,16 @@ def _gpus(read: Document, width: int, can_draw: bool, beside: Mapping[str, str])
 
 
 def _faults(read: Document) -> list[Any]:
-    """Why a GPU is not clean, where its figures do not say it."""
+    """Why a GPU is not clean, where neither its figures nor its holders say it."""
     from rich.text import Text
 
-    said = [
-        (gpu["index"], gpu["fault"]) for gpu in read["gpus"] if gpu["fault"] and " used, limit " not in gpu["fault"]
-    ]
+    said = []
+    for gpu in read["gpus"]:
+        unexplained, limit = gpu["unattributed_bytes"], gpu["limit_bytes"]
+        if gpu["fault"] and " used, limit " not in gpu["fault"]:
+            said.append((gpu["index"], gpu["fault"]))
+        elif not gpu["clean"] and unexplained is not None and limit is not None and unexplained > limit:
+            said.append((gpu["index"], f"no process is known to have {mib(unexplained)} of what is used"))
     return [Text(f"GPU {'?' if index is None else index}: {fault}", style="red") for index, fault in said]
 
 

@@ -91,7 +91,8 @@ def test_csv_can_be_read_by_what_reads_nvidia_smi(stage: Scene) -> None:
 def test_without_root_it_works_and_says_what_it_could_not_see(stage: Scene) -> None:
     done = stage.node.run([GPUPRESTART, "status"], user="model")
     assert "61443 MiB" in done.stdout
-    assert done.stderr == "gpuprestart: this is not all, for only root may see who holds a GPU; run it as root\n"
+    why = "what clean would do may be otherwise, for only root may see who holds a GPU; run it as root"
+    assert done.stderr == f"gpuprestart: this is not all, and {why}\n"
 
 
 def test_without_rich_a_terminal_gets_columns(stage: Scene) -> None:

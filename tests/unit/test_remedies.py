@@ -80,6 +80,12 @@ def test_who_only_has_the_node_open_is_not_said_to_have_the_memory() -> None:
         assert remedies(documents.document(found))[0][1] == f"the login session of alice {has}: ask first"
 
 
+def test_who_holds_memory_is_stopped_before_who_only_has_the_node_open() -> None:
+    looks = {**holder("session:7:alice"), "evidence": ["fd"]}
+    has = {**holder("unit:ollama.service"), "evidence": ["nvml", "fd"], "bytes": 5 * MIB}
+    assert commands(looks, has) == ["systemctl stop ollama.service", "loginctl terminate-session 7"]
+
+
 def test_what_is_stale_is_ended_by_a_start_or_by_hand() -> None:
     stale = holder("unit:old.service", "kill")
     assert commands(stale) == ["gpuprestart clean"]
@@ -126,6 +132,12 @@ def test_what_cannot_be_measured_or_seen_is_looked_into(outcome: str, wanted: li
     found = commands(outcomes=[outcome], unit="x.service")
     assert found[: len(wanted)] == wanted
     assert commands(outcomes=[outcome])[: len(wanted)] == [each.replace(" x.service", "") for each in wanted]
+
+
+def test_what_was_typed_wrong_is_nothing_for_doctor() -> None:
+    assert commands(outcomes=["config"], message="--gpus: GPU 7 is not there, NVML counts 2") == []
+    wrong = "/etc/gpuprestart/policy.toml:4: memory.max_usedd: is no known key"
+    assert commands(outcomes=["config"], message=wrong) == ["gpuprestart doctor"]
 
 
 def test_a_bypass_is_offered_last_and_only_where_nobody_alive_is_in_the_way() -> None:

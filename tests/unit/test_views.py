@@ -218,6 +218,7 @@ GPU  IN USE           UUID              USED  RESERVED      TOTAL   LIMIT  CLEAN
   0  █░░░░░░░░░░░░░░  GPU-00000000  1523 MiB   500 MiB  81920 MiB  64 MiB  no
   1  ░░░░░░░░░░░░░░░  GPU-00000001     3 MiB   500 MiB  81920 MiB  64 MiB  yes
   2  -                GPU-00000002         -         -          -       -  no
+GPU 0: no process is known to have 1523 MiB of what is used
 GPU 2: GPU is lost
 
  PID  USER   COMMAND  OWNER             STATE  GPU    MEMORY          AGE
@@ -253,6 +254,7 @@ GPU  IN USE                          UUID          NAME      USED  RESERVED     
   0  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  GPU-00000000  H100  1523 MiB   500 MiB  81920 MiB  64 MiB      1523 MiB  no
   1  ░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  GPU-00000001  H100     3 MiB   500 MiB  81920 MiB  64 MiB         0 MiB  yes
   2  -                               GPU-00000002  H100         -         -          -       -             -  no
+GPU 0: no process is known to have 1523 MiB of what is used
 GPU 2: GPU is lost
 
  PID  USER   COMMAND  OWNER             STATE  GPU    MEMORY  EVIDENCE          AGE
@@ -308,6 +310,14 @@ def test_why_a_command_helps_is_beside_it_where_there_is_room(monkeypatch: pytes
         "  systemctl stop a.service",
         f"      # {'b' * 30}",
     ]
+
+
+def test_memory_that_nobody_is_known_to_have_is_told_at_any_width() -> None:
+    """Where there is no room for that column, nothing else says why such a GPU is not clean."""
+    leaked = state(5, 40963 * MIB, fault="40963 MiB used, limit 64 MiB")
+    for width in (40, 80, 120):
+        told = " ".join(" ".join(drawn("status", document(gpus=(leaked, state(6, 3 * MIB))), width)).split())
+        assert "GPU 5: no process is known to have 40963 MiB of what is used" in told and "GPU 6:" not in told
 
 
 def test_a_line_for_each_gpu_beside_it() -> None:
