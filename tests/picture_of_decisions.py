@@ -14,7 +14,7 @@ from gpuprestart.model import EXIT_STATUS, Action, Outcome
 
 PICTURE = Path(__file__).parents[1] / "docs/img/how-it-decides.svg"
 
-WIDTH, HEIGHT = 960, 990
+WIDTH, HEIGHT = 960, 1006
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 #: Fill and edge of boxes, by what they are about.
@@ -140,8 +140,12 @@ def draw() -> str:
     made.box(40, top, room, f"exit {EXIT_STATUS[passing[0]]}", words, COLOURS[Action.SPARE])
     made.arrow(centre[Action.WAIT], waited, centre[Action.WAIT], top - 2, "deadline")
     words = [", ".join(each.value for each in late[:2]), ", ".join(each.value for each in late[2:])]
+    words.append(f"{Outcome.PROTECTED.value}: it never stopped")
     made.box(56 + room, top, room, f"exit {EXIT_STATUS[late[0]]}", words, refusing)
-    made.arrow(centre[Action.REFUSE], ends[Action.REFUSE], centre[Action.REFUSE], top - 2, "at once")
+    made.arrow(centre[Action.REFUSE], ends[Action.REFUSE], centre[Action.REFUSE], top - 2, "at once, unless")
+    made.text(
+        centre[Action.REFUSE] + 8, (ends[Action.REFUSE] + top) / 2 + 19, "the policy waits", size=13, anchor="start"
+    )
     words = [Outcome.PROTECTED.value, "nobody is signalled"]
     made.box(72 + 2 * room, top, room, f"exit {EXIT_STATUS[Outcome.PROTECTED]}", words, refusing)
     words = [f"{Outcome.UNKNOWN.value}: no answer", f"{Outcome.DENIED.value}: not seen"]
