@@ -110,15 +110,15 @@ def _history(given: "argparse.Namespace", hosts: tuple[str, ...], parser: "argpa
     showing = words[:1] == ("show",)
     if len(words) > (2 if showing else 1):
         parser.error("give one unit at most, or show and one run")
-    if showing and len(words) == 1:
+    if showing and not any(words[1:]):
         parser.error("history show: which run? history lists them by their id (a unit of that name is show.service)")
     return Command(
         verb="history",
         units=() if showing else words,
         run=words[1] if showing else "",
-        since=given.since,
+        since=given.since or "",
         most=given.number,
-        svg=given.svg,
+        svg=given.svg or "",
         json=given.json,
         hosts=hosts,
     )
@@ -157,8 +157,15 @@ def _parser() -> "argparse.ArgumentParser":
     def count(text: str) -> int:
         with contextlib.suppress(ValueError):
             if int(text) >= 1:
-                return int(text)
+                # No journal has more.
+                return min(int(text), sys.maxsize)
         raise argparse.ArgumentTypeError(f"{text!r} is no number of runs (allowed: 1 and more)")
+
+    def some(text: str) -> str:
+        # As of a script's variable that is not set: what was asked for would be left out, and nothing said.
+        if not text:
+            raise argparse.ArgumentTypeError("nothing is given")
+        return text
 
     def host(text: str) -> str:
         # ssh would take it for an option, or for no host at all.
@@ -201,9 +208,9 @@ def _parser() -> "argparse.ArgumentParser":
     purpose = "earlier runs, as the journal has them"
     command = verbs.add_parser("history", help=purpose, description=purpose, allow_abbrev=False)
     command.add_argument("what", metavar="UNIT | show RUN", nargs="*", help="runs of this unit, or one run as a story")
-    command.add_argument("--since", metavar="TIME", default="", help="no earlier ones, such as yesterday or 2h")
+    command.add_argument("--since", metavar="TIME", type=some, help="no earlier ones, such as yesterday or 2h")
     command.add_argument("-n", "--number", metavar="N", type=count, help="so many, the newest (20 without this)")
-    command.add_argument("--svg", metavar="FILE", default="", help="draw the last of these runs into this file")
+    command.add_argument("--svg", metavar="FILE", type=some, help="draw the last of these runs into this file")
     command.add_argument("--json", action="store_true", help="a list of verdicts, the newest last")
     remote(command)
     purpose = "the last verdict on a unit's GPUs, as JSON, to be filed"

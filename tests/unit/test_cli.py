@@ -85,3 +85,12 @@ def test_a_number_of_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None
         commandline.parse(["history", f"--number={text}"])
     assert f"'{text}' is no number of runs (allowed: 1 and more)" in capsys.readouterr().err
     assert commandline.parse(["history", "-n", "1"]).most == 1
+    # More than there can be is all of them.
+    assert (commandline.parse(["history", "-n", "9" * 30]).most or 0) <= sys.maxsize
+
+
+@pytest.mark.parametrize("words", [("--svg", ""), ("--since", ""), ("show", "")])
+def test_what_a_script_forgot_to_fill_in_is_not_left_out(words: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        commandline.parse(["history", *words])
+    assert caught.value.code == 64
