@@ -54,7 +54,11 @@ FAMILIES: Mapping[str, tuple[str, str, str]] = {
 
 def publish(verdict: Verdict, ask_files: Ask, write: Callable[[events.Record], None]) -> None:
     """Write it, or a warning that says why not. Takes PATIENCE at most."""
-    answer = ask_files(("file:metrics", _request(verdict)), PATIENCE)
+    try:
+        answer = ask_files(("file:metrics", _request(verdict)), PATIENCE)
+    except (OSError, MemoryError) as error:
+        # Not even a child is to be had. The verdict has been told, and stands.
+        answer = ("scarce", str(error))
     reason = _reason(answer)
     if reason:
         text = f"{printable(verdict.textfile, 300)} was not written: {reason} (metrics.textfile)"
@@ -106,6 +110,8 @@ _REASONS = {
     " (--collector.textfile.directory={})",
     "open": "anybody can write in {}, and so forge it: chmod o-w {}",
     "foreign": "{}, so it may be somebody else's: move it away, or name another file",
+    "scarce": "nobody could be started to write it ({}): see TasksMax=, LimitNPROC=, LimitNOFILE= and MemoryMax= of"
+    " the unit, and what else runs here",
     "lock": "it cannot be locked against other runs: {}",
 }
 

@@ -406,6 +406,15 @@ def test_no_answer_is_a_warning(path: Path) -> None:
     assert "no answer" in warning and "findmnt" in warning
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), MemoryError()])
+def test_where_no_child_is_to_be_had_the_verdict_stands(path: Path, error: Exception) -> None:
+    def ask(request: object, timeout: float) -> Any:
+        raise error
+
+    (warning,) = published(verdict(path), ask=ask)
+    assert "nobody could be started" in warning and "TasksMax=" in warning
+
+
 def test_without_the_library_its_package_is_named(path: Path) -> None:
     lacking = [("package", "No module named 'prometheus_client'")]
     (warning,) = published(verdict(path), ask=lambda request, timeout: lacking[0])
