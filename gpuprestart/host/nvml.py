@@ -116,34 +116,23 @@ class Driver:
 
     def sample(self, gpus: Sequence[Gpu], timeout: float) -> dict[str, Reading]:
         """A reading of each GPU by UUID. A GPU that failed at the start has a reading that says so."""
-        return self._readings(gpus, ("sample", _reachable(gpus)), timeout)
+        return _readings(gpus, self._ask(("sample", _uuids(gpus)), timeout), _pid_max())
 
     def watch(self, gpus: Sequence[Gpu], seconds: float, timeout: float) -> dict[str, Reading]:
         """The same without lists of processes: after ``seconds``, or as soon as memory is not what it was when this was
         asked last. The timeout is for the time beyond."""
-        return self._readings(gpus, ("watch", _reachable(gpus), seconds), timeout, seconds)
-
-    def _readings(
-        self, gpus: Sequence[Gpu], request: tuple[Any, ...], timeout: float, seconds: float = 0.0
-    ) -> dict[str, Reading]:
-        answer = self._ask(request, timeout, seconds)
-        readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
-        pid_max = _pid_max()
-        with _making_sense("a query"):
-            for uuid in _reachable(gpus):
-                readings[uuid] = _reading(uuid, answer[uuid], pid_max)
-        return readings
+        # Nobody is listed, so nothing has to be read to tell which PIDs there can be.
+        return _readings(gpus, self._ask(("watch", _uuids(gpus), seconds), timeout, seconds), 0)
 
     def facts(self, gpus: Sequence[Gpu], names: Sequence[str], timeout: float) -> dict[Gpu, dict[str, Fact]]:
         """What library.FACTS has under these names, of GPUs that are no instances. One that failed at the start is
         not asked again."""
         reachable = _reachable(gpus)
-        answer = self._ask(("facts", reachable, [*names]), timeout) if reachable else {}
+        answer = self._ask(("facts", _uuids(gpus), [*names]), timeout) if reachable else {}
         found = {gpu: dict.fromkeys(names, Fact(fault=gpu.fault or "has no UUID")) for gpu in gpus}
         with _making_sense("a query"):
-            for gpu in gpus:
-                if gpu.uuid in reachable:
-                    found[gpu] = {name: _fact(*answer[gpu.uuid][name]) for name in names}
+            for gpu in reachable:
+                found[gpu] = {name: _fact(*answer[gpu.uuid][name]) for name in names}
         return found
 
     def set_persistence(self, gpu: Gpu, mode: int, timeout: float) -> None:
@@ -193,9 +182,13 @@ class Driver:
         return answer
 
 
-def _reachable(gpus: Iterable[Gpu]) -> list[str]:
-    """The UUIDs by which the driver can be asked for them."""
-    return [gpu.uuid for gpu in gpus if gpu.uuid and not gpu.fault]
+def _reachable(gpus: Iterable[Gpu]) -> list[Gpu]:
+    """Those that the driver can be asked about."""
+    return [gpu for gpu in gpus if gpu.uuid and not gpu.fault]
+
+
+def _uuids(gpus: Iterable[Gpu]) -> list[str]:
+    return [gpu.uuid for gpu in _reachable(gpus)]
 
 
 @contextmanager
@@ -249,6 +242,14 @@ def _pid_max() -> int:
 def _fact(values: Any, code: Any, fault: Any) -> Fact:
     numbers = tuple(_typed(int, value) for value in values)
     return Fact(values=numbers, code=_typed((int, type(None)), code), fault=_typed(str, fault))
+
+
+def _readings(gpus: Sequence[Gpu], answer: Mapping[str, Any], pid_max: int) -> dict[str, Reading]:
+    readings = {gpu.uuid: Reading(uuid=gpu.uuid, fault=gpu.fault) for gpu in gpus if gpu.fault}
+    with _making_sense("a query"):
+        for uuid in _uuids(gpus):
+            readings[uuid] = _reading(uuid, answer[uuid], pid_max)
+    return readings
 
 
 def _reading(uuid: str, answer: Mapping[str, Any], pid_max: int) -> Reading:

@@ -490,7 +490,6 @@ class World:
             return {"driver": "570.1", "path": "/usr/lib/libnvidia-ml.so.1", "gpus": gpus}
         if verb == "watch":
             return self._watch(*asked)
-        self._recent = []
         answers = self._answers(*asked)
         self.given.update({uuid: {**said, "strange": self.cards[uuid].strange} for uuid, said in answers.items()})
         self.samples.append((self.now, answers))
@@ -512,6 +511,7 @@ class World:
     def _answers(self, uuids: Sequence[str]) -> dict[str, dict[str, Any]]:
         self.now += SAMPLE
         self._happen()
+        self._recent = []
         self.fire("sample")
         self.changed()
         return {uuid: self._reading(self.cards[uuid]) for uuid in uuids}
